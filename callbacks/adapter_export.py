@@ -98,7 +98,6 @@ class AdapterExport(Callback):
             check_apart(folder, {"base model": resolve_model(module.base_model)}, option="output_dir")
 
     def plan_run(self, verb: str, trainer: Trainer, module: TrainedModule, data: SampledData) -> Plan:
-        """Refuse a folder that holds something else, and a value that is never logged."""
         if verb != TrainerFn.FITTING:
             return Plan()
         self._settle(trainer)
@@ -112,7 +111,6 @@ class AdapterExport(Callback):
         return {name: self._folder.with_name(f"{self._folder.name}-{name}") for name in module.auxiliary}
 
     def _check_monitor(self, data: SampledData) -> None:
-        """Refuse the value of a task that is not logged, before the first epoch."""
         key = max((key for key in KEYS if (self.monitor or "").endswith(f"/{key}")), key=len, default=None)
         if self.monitor is None or key is None or data is None:
             return
@@ -173,7 +171,6 @@ class AdapterExport(Callback):
                 self._export_auxiliary(pl_module, name, folder)
 
     def _is_written(self, folder: Path) -> bool:
-        """Return whether a folder has the export of this run, after as many steps."""
         manifest = read_manifest(folder) or {}
         steps = (manifest.get("training") or {}).get("steps")
         return self.run is not None and (manifest.get("run"), steps) == (self.run, self._training["steps"])
@@ -221,7 +218,6 @@ class AdapterExport(Callback):
         say(f"AdapterExport: wrote the {module.export_kind} to {folder}")
 
     def _facts(self, module: TrainedModule) -> dict[str, Any]:
-        """Return the run, and the store's folder and tasks with what every round was sampled with."""
         facts = {"run": self.run, "training": self._training, "domain": self._domain(module)}
         if self._store_dir is None:
             return facts

@@ -45,7 +45,6 @@ class ConfidenceWriter(Callback):
         self._values: list[torch.Tensor] = []
 
     def setup(self, trainer: Trainer, pl_module: ScoringModule, stage: str) -> None:
-        """Refuse a second writer of the same name, and a module whose confidences nobody could tell apart."""
         self._check(trainer, pl_module)
 
     def plan_run(self, verb: str, trainer: Trainer, module: ScoringModule, data: object) -> Plan:
@@ -65,7 +64,6 @@ class ConfidenceWriter(Callback):
             )
 
     def on_predict_start(self, trainer: Trainer, pl_module: ScoringModule) -> None:
-        """Compare what will compute the values with what is in the store, before the long work."""
         data, index = _scored(trainer)
         if self.name in index.confidences:
             raise InputError(f"The rows of {data.store_dir} bring a confidence {self.name!r}. Choose another `name`.")

@@ -67,7 +67,6 @@ class PreemptionCheckpoint(Callback):
         self._step_before = trainer.global_step
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """After an optimiser step, stop when any process was asked to."""
         step = trainer.global_step
         if step == self._step_before:
             return
@@ -82,7 +81,6 @@ class PreemptionCheckpoint(Callback):
         raise PreemptedError(f"{who} asked this run to stop; the checkpoint of step {step} is {path}")
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Say how to continue, or restore the signal handlers where something else ended the run."""
         if not isinstance(exception, PreemptedError):
             self.stop.restore()
             return

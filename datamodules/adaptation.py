@@ -157,7 +157,6 @@ class RolloutDataModule(StoredDataModule):
         return "ssc"
 
     def check_num_samples(self) -> None:
-        """Refuse a single response where it is compared with others; a selection is learnt as it is."""
         if self.num_samples < 2 and (self.reward != "none" or self.target is not None):
             raise InputError(
                 f"`num_samples` must be at least 2 with `reward: {self.reward}` and `target: {self.target}`, which "
@@ -165,7 +164,6 @@ class RolloutDataModule(StoredDataModule):
             )
 
     def questions(self, split: Split) -> list[Question]:
-        """Return the questions of a split, without gold answers unless the reward is made of them."""
         found = super().questions(split)
         return found if self.reward == REFERENCE else [replace(question, reference=None) for question in found]
 
@@ -209,7 +207,6 @@ class RolloutDataModule(StoredDataModule):
         return PolicyCollator(self.chat_format(), **self.shape())
 
     def train_dataloader(self) -> LateDataLoader:
-        """Open the store and return the loader of what the round of this epoch teaches."""
         store, collator = self._store(), self.collator()
         newest = self.round_of(epoch_to_read(self.trainer))
         table, weights, drawn, notes = self._taught(store, collator, newest)
@@ -252,7 +249,6 @@ class RolloutDataModule(StoredDataModule):
         return super()._table(store, self._seen(index), collator, recipes)
 
     def _seen(self, index: SampleIndex) -> SampleIndex:
-        """Return the columns, without labels unless the reward is made of them."""
         return index if self.reward == REFERENCE else replace(index, correct=np.full(len(index), np.nan))
 
     def _read(
@@ -273,7 +269,6 @@ class RolloutDataModule(StoredDataModule):
         return table, weights, np.flatnonzero((weights[0] > 0) | (weights[1] > 0)), notes
 
     def _learnt(self, store: SampleStore, collator: PolicyCollator, round: int) -> tuple[TupleTable, list[str]]:
-        """Return the rows of a round with their targets and advantages, and notes on them."""
         index = self._read(store, collator, (round,), [ANNOTATIONS[self.reward]] if self.reward in ANNOTATIONS else [])
         target, notes = np.full(len(index), np.nan), []
         reasons = np.full(len(index), "", dtype=object)
@@ -365,7 +360,6 @@ class RolloutDataModule(StoredDataModule):
 
 
 def _check_on_policy(store: SampleStore, round: int) -> None:
-    """Refuse a round that was not sampled from the policy's own, unmodified distribution."""
     sampling, found = store.round_manifest(round).fingerprint.sampling, "no record of its sampling"
     if sampling is not None:
         wanted = {"temperature": 1.0, "edt_scale": None, "top_p": 1.0}

@@ -61,7 +61,6 @@ def planned_steps(trainer: Trainer, each: int) -> tuple[int, int | None]:
 
 
 def check_data(data: StoredDataModule, verb: str, trainer: Trainer) -> None:
-    """Refuse missing sources, and trainers that would change the rows of a step or keep the loader of an old round."""
     for source in chain.from_iterable(data.sources.values()):
         check_source(source, source.task)
     if deals_rows_anew(trainer):
@@ -83,7 +82,6 @@ def check_data(data: StoredDataModule, verb: str, trainer: Trainer) -> None:
 
 
 def check_room(data: StoredDataModule, verb: str) -> None:
-    """Refuse a ``max_length`` in which not even the shortest prompts leave room for the query and a response."""
     chat = data.collator().chat
     if chat is None:  # rows are written for another model; what does not fit is counted when it is read
         return
@@ -103,7 +101,6 @@ def count_sources(
     splits: Sequence[str],
     known: Mapping[str, Sequence[Question]] | None,
 ) -> tuple[QuestionCount, ...]:
-    """Return how many questions there are, by split and task."""
     counts: list[QuestionCount] = []
     for split in splits:
         if known is not None:

@@ -49,20 +49,16 @@ class ProbeRows:
     target: Floats
 
     def select(self, rows: np.ndarray) -> ProbeRows:
-        """Return the questions of these numbers."""
         entries = [self.entries[row] for row in rows.tolist()]
         return ProbeRows(entries, self.features[rows], self.table.select(rows), self.target[rows])
 
     def dataset(self, centre: Floats, scale: Floats) -> ProbeDataset:
-        """Return the questions with standardised features."""
         columns = ((self.features - centre) / scale, self.target, self.table.num_correct)
         features, target, correct = (torch.as_tensor(column.astype(np.float32)) for column in columns)
         return ProbeDataset(ProbeBatch(features, target, correct, torch.as_tensor(self.table.num_samples)))
 
 
 class ProbeDataset(Dataset[ProbeBatch]):
-    """Questions in memory, read a batch at a time."""
-
     def __init__(self, rows: ProbeBatch) -> None:
         self.rows = rows
 
@@ -86,7 +82,6 @@ class EpochOrder(Sampler[list[int]]):
         return -(-self.size // self.batch_size)
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Yield the question numbers of each remaining batch."""
         epoch, start = 0, 0
         if self.trainer is not None:
             epoch, start = epoch_position(self.trainer, limited_batches(len(self), self.trainer.limit_train_batches))
@@ -176,7 +171,6 @@ class ProbeDataModule(LightningDataModule):
         return {TRAIN: (), VALIDATION: (), TEST: ()}
 
     def training_settings(self) -> dict[str, Any]:
-        """Return what the rows of training and their targets depend on, JSON-able."""
         train = self._rows.get(TRAIN)
         questions = [] if train is None else [entry.question for entry in train.entries]
         return {
@@ -187,7 +181,7 @@ class ProbeDataModule(LightningDataModule):
         }  # fmt: skip
 
     def plan_run(self, verb: str, trainer: Trainer, module: LightningModule, data: object) -> Plan:
-        """Check splits and targets, and return how many questions there are; no state is read for it."""
+        """No hidden state is read for it."""
         self._load(self._roles(verb))
         counts = tuple(
             QuestionCount(role, task, sum(entry.question.task == task for entry in pool.pool.entries))
@@ -204,7 +198,6 @@ class ProbeDataModule(LightningDataModule):
     # ---- reading
 
     def setup(self, stage: str) -> None:
-        """Read the questions of the stage and their hidden states; missing ones are computed and kept."""
         roles = self._roles(stage)
         self._load(roles)
         missing = [role for role in roles if role not in self._rows]
@@ -291,7 +284,6 @@ class ProbeDataModule(LightningDataModule):
         return self._whole(TEST)
 
     def _whole(self, role: str) -> LateDataLoader:
-        """Return a loader of one batch, all questions in their order."""
         dataset = self._dataset(role)
         return _loader(dataset, [list(range(len(dataset)))])
 
@@ -309,7 +301,6 @@ class ProbeDataModule(LightningDataModule):
         return {"batch_size": self.batch_size, "seed": self.seed}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Refuse another order where training continues."""
         changed = [f"`{name}` was {old!r}" for name, old in state_dict.items() if old != self.state_dict()[name]]
         if changed and self.trainer is not None and self.trainer.state.fn == TrainerFn.FITTING:
             raise InputError(f"The checkpoint has another order of questions: {'; '.join(changed)}. Restore it.")

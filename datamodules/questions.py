@@ -51,7 +51,6 @@ class QuestionSource:
 
 
 def load_questions(sources: Sequence[QuestionSource], *, role: str, prompt: Prompt | None = None) -> list[Question]:
-    """Load the questions of all ``sources``, in their order."""
     questions: list[Question] = []
     for source in sources:
         try:

@@ -74,8 +74,6 @@ UNWRITTEN = "no steps, or a special token of the reward model"
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A place of a row."""
-
     length: int
     kind: int
     target: float
@@ -158,7 +156,6 @@ class RewardRows(RowLayout):
         return places
 
     def _learnt(self, target: float, drawn: Rate | None) -> float:
-        """Return what is learnt inside a response."""
         if self.target not in OF_ROLLOUTS:
             return target
         if drawn is None:
@@ -189,7 +186,6 @@ class RewardCollator(RewardRows):
         return EncodedRow((*prompt, *response[:room]), len(prompt), len(prompt) + 1)
 
     def places(self, row: StoredRow, target: float, correct: float) -> list[Place]:
-        """Return the end of the prompt, then the ends of the steps."""
         response = self._response(row)
         ends = token_step_ends(self.chat.tokenizer, response, self.steps)
         start = Place(0, 0, target, Rate(correct, 1))
@@ -354,7 +350,6 @@ class RewardDataModule(StoredDataModule):
             )
 
     def _check_rollouts(self, store: SampleStore, index: SampleIndex, collator: RewardRows) -> None:
-        """Refuse rollouts none of which continues from a step of a response."""
         rows = np.flatnonzero(np.isin(index.question_id.astype(str), sorted(collator.rolled_out())))
         if len(rows) and not any(map(collator.is_taught_inside, read_in_chunks(store, index, rows))):
             raise InputError(

@@ -28,7 +28,6 @@ class _Exit:
 
 
 def main() -> None:
-    """Run the command line and leave with its exit status."""
     leave = _Exit()
     atexit.register(leave)  # the first one registered is called last
     INTERRUPTION.listen()

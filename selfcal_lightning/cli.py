@@ -133,7 +133,6 @@ STDOUT_IS_GONE = 141  # 128 and the number of SIGPIPE
 
 
 def usage() -> str:
-    """Return the text of ``selfcal --help``."""
     lines = ["usage: selfcal VERB [options]", ""]
     lines += ["Teach a language model to know when it is right, and spend samples only where they are needed.", ""]
     for group, verbs in GROUPS.items():
@@ -209,7 +208,6 @@ def _run_trainer_verb(verb: str, arguments: list[str], owns_process: bool) -> No
 
 
 def run_to_the_end(work: Callable[[], None], *, command: Sequence[str], kept: str) -> int:
-    """Run ``work`` and return its exit status; errors are explained on standard error."""
     try:
         work()
         sys.stdout.flush()
@@ -245,7 +243,6 @@ def _stdout_is_gone(error: BaseException) -> bool:
 
 
 def function_of(verb: str) -> Callable[..., Any]:
-    """Import the function of a verb."""
     return getattr(_command(str(VERBS[verb].module)), f"run_{verb.replace('-', '_')}")
 
 

@@ -193,7 +193,6 @@ class SSCCollator(RowLayout):
 
 
 def shares_prefix(packing: Packing, base_model: str, *, revision: str | None = None) -> bool:
-    """Return whether rows are packed for this model."""
     if packing == "off":
         return False
     config = load_config(base_model, revision=revision)

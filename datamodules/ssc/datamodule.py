@@ -100,17 +100,14 @@ class SSCDataModule(StoredDataModule):
 
     @property
     def row_target(self) -> TargetName:
-        """What responses learn, as given, or by what is trained."""
         return self.target or (ACTIVATED_TARGET if self._is_activated else JOINT_TARGET)
 
     @property
     def _is_activated(self) -> bool:
-        """Whether an activated adapter is trained, which has no use for generation samples."""
         module = self._module()
         return module is not None and module.activated
 
     def check_fit(self) -> None:
-        """Refuse settings that contradict each other or the module that is trained."""
         target = self.row_target
         if self.generation_ratio and (target in BEFORE_ANSWERING or self._is_activated):
             why = "an activated adapter, which has no generation loss (`lora.activated: false` trains jointly)"
@@ -124,7 +121,6 @@ class SSCDataModule(StoredDataModule):
         return {**super().training_settings(), "teacher": teacher}
 
     def mixture(self, shares: Mapping[str, float]) -> Mixture:
-        """Return the recipe of an epoch for tasks with these shares."""
         plain = self._is_activated or self.row_target in BEFORE_ANSWERING
         ratio = 0.0 if plain else DEFAULT_RATIO
         return Mixture(

@@ -20,8 +20,6 @@ BoolArray = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class TaskPools:
-    """Rows of one task that training may draw."""
-
     generation: IntArray
     buckets: tuple[IntArray, ...]
 
@@ -52,8 +50,6 @@ class PoolDraw(NamedTuple):
 
 @dataclass(frozen=True)
 class TaskDraw:
-    """What was drawn of one task."""
-
     generation: PoolDraw
     buckets: tuple[PoolDraw, ...]
 
@@ -84,7 +80,6 @@ def build_pools(
     tasks: Iterable[str] | None = None,
     num_buckets: int = NUM_BUCKETS,
 ) -> dict[str, TaskPools]:
-    """Sort the rows that have a target into pools by task."""
     known = ~np.isnan(target)
     bucket = np.full(len(target), -1, dtype=np.int64)
     values, place = np.unique(target[known], return_inverse=True)
@@ -127,8 +122,6 @@ def allocate(total: int, weights: FloatArray, capacity: IntArray, rng: np.random
 
 @dataclass(frozen=True)
 class Mixture:
-    """The recipe of an epoch."""
-
     total_tuples: int
     generation_ratio: float
     shares: Mapping[str, float]

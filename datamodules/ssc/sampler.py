@@ -127,8 +127,6 @@ def group_by_question(draw: EpochDraw, question: IntArray, *, group_size: int, s
 
 
 class PackedTokens(NamedTuple):
-    """What the micro-batches of an epoch hold."""
-
     rows: int
     prompts: int
     tokens: int
@@ -175,7 +173,6 @@ def packed_summary(epoch: PackedTokens) -> str:
 
 
 def _check_budget(token_budget: int | None, *, largest: int, longest: int) -> None:
-    """Raise InputError where the largest micro-batch of a step, or its longest row, exceeds the budget."""
     if token_budget is None or largest <= token_budget:
         return
     if longest > token_budget:
@@ -281,8 +278,6 @@ class OneByOne:
 
 @dataclass(eq=False)
 class OptimizerStepSampler:
-    """Batch sampler over whole optimiser steps."""
-
     draw: Callable[[int], EpochDraw]
     deal: Dealer
     _: KW_ONLY
@@ -303,7 +298,6 @@ class OptimizerStepSampler:
             yield from self.micro_batches(epoch, start)
 
     def micro_batches(self, epoch: int, start: int = 0) -> Iterator[MicroBatch]:
-        """Yield this process's micro-batches of ``epoch`` from number ``start``."""
         draw = self.draw(epoch)
         edges = self._edges(draw)
         _, dealt = self.steps(draw)  # all of them: what does not fit is refused before the epoch begins

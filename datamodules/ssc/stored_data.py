@@ -193,7 +193,6 @@ class StoredDataModule(LightningDataModule, ABC):
         return {"train": self.train or [], "validation": self.validation or [], "test": self.test or []}
 
     def questions(self, split: Split) -> list[Question]:
-        """Return the questions of a split, loaded once."""
         if not self._questions:
             loaded: dict[Split, list[Question]] = {
                 role: load_questions(sources, role=role, prompt=self.prompt) for role, sources in self.sources.items()
@@ -204,7 +203,6 @@ class StoredDataModule(LightningDataModule, ABC):
         return self._questions[split]
 
     def splits(self, verb: str) -> tuple[Split, ...]:
-        """Return the splits that a verb of the Trainer reads."""
         return cast("tuple[Split, ...]", splits_of(verb, self.predict_split))
 
     def known_questions(self, verb: str) -> dict[Split, list[Question]] | None:
@@ -227,7 +225,6 @@ class StoredDataModule(LightningDataModule, ABC):
         check_room(self, stage)
 
     def plan_run(self, verb: str, trainer: Trainer, module: LightningModule, data: object) -> Plan:
-        """Check what needs no hub, and return the questions and the optimiser steps of a run."""
         self._planned = module  # the trainer does not know it yet
         if verb == "fit":
             self.check_fit()
@@ -278,7 +275,6 @@ class StoredDataModule(LightningDataModule, ABC):
     # ---- loaders
 
     def train_dataloader(self) -> LateDataLoader:
-        """Open the store and return the loader of training."""
         self.check_num_samples()
         store, collator = self._store(), self.collator()
         epoch = stored_rows.epoch_to_read(self.trainer)
@@ -301,10 +297,9 @@ class StoredDataModule(LightningDataModule, ABC):
         return self._loader(TupleDataset(store, table), steps, collator)
 
     def val_dataloader(self) -> LateDataLoader | list[Any]:
-        """Open the store and return the loader of this process's part of the fixed validation pool.
+        """Return the loader of this process's part of the fixed validation pool; an empty list where there is none.
 
-        It holds all responses, the unreadable ones as wrong and without target. Without validation sources and
-        validation samples there is nothing to validate on: an empty list.
+        It holds all responses, the unreadable ones as wrong and without target.
         """
         if not self.sources["validation"] and not self._store().question_ids(split="validation", round=0):
             return []
@@ -397,7 +392,6 @@ class StoredDataModule(LightningDataModule, ABC):
         rows_per_epoch: int,
         order: Mapping[str, Any],
     ) -> sampler.OptimizerStepSampler:
-        """Return this process's sampler of what ``rows`` draws from the round ``newest``."""
         trainer = self.trainer
         question = table.index.question_index
         deal: sampler.Dealer = sampler.DealByLength(table.length, self.batch_size, self.token_budget)

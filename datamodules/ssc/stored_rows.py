@@ -69,7 +69,6 @@ def check_stored_splits(
 
 
 def check_prompts(store: SampleStore, chat: ChatFormat, *, round: int, query_counts: bool = True) -> None:
-    """Compare the chat format with the one that a round was sampled with."""
     stored = store.round_manifest(round).fingerprint.prompt.as_json()
     prompts = stated_prompt(stored), chat.prompt
     if "template_sha256" in stored and not same_prompt(*prompts):
@@ -94,7 +93,6 @@ def _shown(prompt: Prompt | None) -> str:
 
 
 def keep_targets(table: TupleTable, reasons: np.ndarray, *, target: str) -> TupleTable:
-    """Drop the rows without a target, with counts."""
     kept = table.select(reasons == "", reasons)
     if not len(kept):
         found = set(reasons)
@@ -123,10 +121,7 @@ def _way_out(reasons: set[str]) -> str:
 
 
 def epoch_to_read(trainer: Trainer | None) -> int:
-    """Return the epoch whose rows the next loader holds.
-
-    After the last epoch, Lightning asks for one more loader and does not read it; then it is that of the last epoch.
-    """
+    """Return the epoch of the next loader; after the last one, Lightning asks for one more and does not read it."""
     if trainer is None:
         return 0
     epoch, most = trainer.current_epoch, trainer.max_epochs

@@ -48,13 +48,11 @@ class TargetRecipe:
 
 
 def read_recipe(target: str, teacher: str | None, teacher_share: float) -> TargetRecipe:
-    """Return the recipe of these settings; reads the file of the soft-label source."""
     check_teacher(teacher, teacher_share, target=target)
     return TargetRecipe(target, None if teacher is None else Fusion.load(Path(teacher)), teacher_share)
 
 
 def check_teacher(teacher: str | None, teacher_share: float, *, target: str | None) -> None:
-    """Refuse a soft-label source and a share that do not fit each other or the target."""
     if not 0.0 <= teacher_share <= 1.0:
         raise InputError(f"`teacher_share` must lie in [0, 1], but got {teacher_share}.")
     if teacher is None and teacher_share > 0.0:
@@ -66,7 +64,6 @@ def check_teacher(teacher: str | None, teacher_share: float, *, target: str | No
 
 
 def check_agreement(num_samples: int, target: str) -> None:
-    """Refuse targets that would be the agreement of a single response with itself, or with none."""
     if num_samples < 2 and target in AGREEMENT:
         why = "has no other to agree with" if target in LEAVE_ONE_OUT else "always agrees with itself"
         raise InputError(
@@ -157,7 +154,6 @@ class TupleTable:
         return len(self.target)
 
     def digest(self) -> str:
-        """Return what identifies the rows and their targets, 16 hexadecimal digits."""
         content = hashlib.sha256("\n".join(self.index.question_id.tolist()).encode())
         content.update(self.index.sample_index.astype(np.int64).tobytes())
         content.update(self.target.astype(np.float64).tobytes())
@@ -170,7 +166,6 @@ class TupleTable:
         return readable & (np.nan_to_num(self.target) > eta)
 
     def select(self, mask: np.ndarray, reasons: np.ndarray) -> TupleTable:
-        """Keep the rows of ``mask`` and count the others under their ``reasons``."""
         dropped = Counter(zip(self.index.task[~mask], reasons[~mask], strict=True))
         columns = {name: getattr(self, name)[mask] for name in ("target", "correct", "length", "prompt_length")}
         auxiliary = None if self.auxiliary is None else self.auxiliary[mask]
@@ -223,7 +218,6 @@ def compute_targets(
 
 
 def _of_question(target: str, answers: Sequence[str | None], labels: FloatArray) -> float:
-    """Return what the responses say about their question; nan where nothing."""
     if target == "expected_accuracy":
         return float(labels.mean())
     value = agreeing_pairs(answers) if target == "agreeing_pairs" else top_share(answers)
@@ -306,8 +300,6 @@ def read_in_chunks(store: SampleStore, index: SampleIndex, rows: np.ndarray) -> 
 
 
 class TupleDataset(Dataset[TupleRows]):
-    """Map-style view: given a micro-batch of row numbers, reads just these rows from the shards."""
-
     def __init__(self, store: SampleStore, table: TupleTable) -> None:
         self.store = copy.copy(store)  # without open files, which worker processes must not share
         self.table = table
@@ -358,7 +350,6 @@ COLUMNS = ("size", "drawn", "repeated", "missing")
 
 
 def describe_draw(table: TupleTable, pools: Mapping[str, TaskPools], draw: EpochDraw) -> str:
-    """Return the counts of an epoch's draw: pools, tuples drawn, repeated and missing, and rows dropped by reason."""
     header = f"{'task':<20} {'pool':<12} {'rows':>8} {'drawn':>8} {'repeated':>8} {'missing':>8}"
     lines = [f"{len(draw.rows):,} tuples in an epoch, from {len(table):,} rows with a target:", header]
     for task, counts in draw.counts.items():
@@ -379,7 +370,6 @@ def describe_draw(table: TupleTable, pools: Mapping[str, TaskPools], draw: Epoch
 
 
 def describe_targets(table: TupleTable) -> str:
-    """Return how high the targets are and, where labels exist, how good: a model learns no more than they know."""
     text = f"targets: mean {table.target.mean():.3f}"
     known = ~np.isnan(table.correct)
     if not known.any():

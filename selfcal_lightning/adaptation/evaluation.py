@@ -38,11 +38,9 @@ class SampledSet:
         return SampledSet(tuple(replace(entry, samples=entry.samples[:k]) for entry in self.entries))
 
     def accuracy(self) -> Floats:
-        """Return pass@1 of each question [Q], the share of right responses."""
         return self.each(lambda samples: fmean(bool(one.correct) for one in samples))
 
     def solved(self, k: int) -> Floats:
-        """Return pass@k of each question [Q]: whether one of the first k responses is right."""
         return self.each(lambda samples: any(one.correct for one in samples[:k]))
 
     def majority(self, k: int) -> Floats:
@@ -58,7 +56,6 @@ class SampledSet:
         return self.each(lambda samples: len({one.answer for one in samples if one.answer}))
 
     def unreadable(self) -> Floats:
-        """Return the share of unreadable responses [Q]."""
         return self.each(lambda samples: fmean(not one.answer for one in samples))
 
     def scored(self) -> ScoredResponses | None:
@@ -91,8 +88,6 @@ RESAMPLES = 1000
 
 @dataclass(frozen=True)
 class Change:
-    """A number of the base model and of the adapted one, and the difference with its interval."""
-
     before: float | None
     after: float | None
     difference: Estimate
@@ -158,7 +153,6 @@ def compare_set(
 
 
 def describe(samples: SampledSet, greedy: SampledSet | None, *, k: int, seed: int) -> dict[str, float | None]:
-    """Return the numbers of a model sampled in one way; calibration is that of P(True)."""
     scored = samples.scored()
     found: dict[str, float | None] = {
         "pass@1": float(samples.accuracy().mean()),
@@ -180,7 +174,6 @@ def describe(samples: SampledSet, greedy: SampledSet | None, *, k: int, seed: in
 
 
 def verdict(changes: Mapping[str, Change]) -> str:
-    """Say whether pass@1 rose, and if so, above what the base model's greedy response has already."""
     gained = changes["pass@1"].difference
     if gained.low is None or gained.value is None or gained.low <= 0.0:
         lost = gained.high is not None and gained.high < 0.0
@@ -255,7 +248,6 @@ COLUMNS = (
 
 
 def adaptation_markdown(sets: Sequence[SetComparison]) -> str:
-    """Return a table of all sets and models, and one of the changes with 95 % intervals."""
     lines = [f"| questions | model | {' | '.join(COLUMNS)} |", "|---|---|" + "---|" * len(COLUMNS)]
     for one in sets:
         for name, row in one.rows.items():
@@ -271,7 +263,6 @@ def adaptation_markdown(sets: Sequence[SetComparison]) -> str:
 
 
 def change_cell(change: Change) -> str:
-    """Return a change with its interval, in bold where the interval excludes 0."""
     found = change.difference
     if found.value is None:
         return "-"

@@ -158,7 +158,6 @@ def read_reply(text: str) -> Reply:
 
 
 def _steps(content: Any) -> tuple[tuple[str, ...], ...] | None:
-    """Return the steps of an object that follows the schema, else None."""
     found = content.get("key_steps") if isinstance(content, dict) and set(content) == {"key_steps"} else None
     if not isinstance(found, list) or len(found) > MOST_STEPS:
         return None
@@ -268,7 +267,6 @@ class EngineExtractor:
         return len(self._prompt(job)) <= room
 
     def _prompt(self, job: _Job) -> tuple[int, ...]:
-        """Return the tokens of the request; a repair continues the chat after the reply."""
         messages = [Message("system", SYSTEM), Message("user", question_about(job.example.sample.text))]
         if job.bad is not None:
             messages += [Message("assistant", job.bad), Message("user", REPAIR)]
@@ -303,7 +301,6 @@ class KeySteps:
 
     @property
     def rates(self) -> dict[str, Any]:
-        """Counts of responses with steps, of repairs, of failures by reason, and of forms that were dropped."""
         reasons = Counter(one.reason for one in self.found if one.reason is not None)
         steps = [step for one in self.found for step in one.steps or ()]
         forms = sum(len(step.forms) for step in steps)
@@ -325,7 +322,6 @@ class KeySteps:
 
 
 def read_key_steps(selection: Selection) -> KeySteps | None:
-    """Return the key steps of a selection; None where none were extracted."""
     file = selection.path / STEPS_FILE
     if not file.exists():
         return None

@@ -124,8 +124,6 @@ def _ratios(logprob: Tensor, behaviour: Tensor, row: Tensor, rows: int, ratio: R
 
 
 class PolicyStepLog:
-    """Accumulates the micro-batches of an optimiser step into logged values."""
-
     def __init__(self) -> None:
         self._sums: Tensor | None = None
 
@@ -264,7 +262,6 @@ class TestTimeTrainingModule(ConfidenceModel):
             check_features(trainer, [FEATURE], rows=SUPPORT, reasons=REASONS)
 
     def on_fit_start(self) -> None:
-        """Refuse data with another reward or target, and models that compute packed rows wrongly."""
         data = self._data()
         check_stated({"reward": (self.policy.reward, data.reward), "target": (self.policy.target, data.target)})
         self._check_packing()

@@ -207,7 +207,7 @@ class Evaluation:
                 raise InputError(f"Expected `temperatures` to lie in (0, 2], but got {temperature}.")
 
     def compare(self, cost_in_samples: int) -> list[SetComparison]:
-        """Sample what is missing and compare the models; ``cost_in_samples`` is the adaptation's cost in responses."""
+        """Sample what is missing and compare; ``cost_in_samples`` is the adaptation's cost in responses a question."""
         return [self._compare(name, cost_in_samples if name == TRANSDUCTIVE else 0) for name in self.slices]
 
     def _compare(self, name: str, further: int) -> SetComparison:

@@ -87,8 +87,6 @@ _LEAST_P = 1e-3
 
 @dataclass(frozen=True)
 class BudgetRow:
-    """What one allocation of samples solves, at each budget."""
-
     way: str
     budgets: tuple[int, ...]  # mean samples a question
     solved: tuple[Estimate, ...]  # expected share of questions with a right sample
@@ -145,7 +143,6 @@ def solved_columns(
 
 
 def _in_random_order(test: TestQuestions, rng: np.random.Generator) -> list[np.ndarray]:
-    """Return the verdicts on the samples of each question in a random order."""
     counts = zip(test.truth.num_samples.tolist(), test.truth.num_correct.tolist(), strict=True)
     return [rng.permutation(np.arange(samples) < correct) for samples, correct in counts]
 
@@ -174,7 +171,6 @@ def _beta(test: TestQuestions, calibration: TestQuestions | None, name: str) -> 
 
 
 def _solved(test: TestQuestions, given: Integers) -> Floats:
-    """Return the probability that each question gets at least one right sample [Q]."""
     return allocation.expected_solved(given, test.truth.num_samples, test.truth.num_correct)
 
 
@@ -183,8 +179,6 @@ EVEN_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 @dataclass(frozen=True)
 class MixingRow:
-    """What an allocation solves when a uniform one is mixed into it."""
-
     way: str
     budget: int  # mean samples a question
     even_shares: tuple[float, ...]  # weights of the uniform allocation

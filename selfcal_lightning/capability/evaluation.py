@@ -41,7 +41,6 @@ class TestQuestions:
 
     @property
     def probabilities(self) -> dict[str, Floats]:
-        """The estimates that lie in [0, 1]."""
         return {name: values for name, values in self.estimates.items() if is_probability(values)}
 
 
@@ -88,7 +87,6 @@ def test_questions(read: CapabilityPool, names: Sequence[str], *, estimate_sampl
 
 
 def check_names(read: CapabilityPool, names: Sequence[str], *, estimate_samples: int) -> None:
-    """Raise InputError unless the names are different estimates that the pool can give."""
     if not names or len(set(names)) < len(names):
         raise InputError(f"Expected `estimator` to name different estimates, at least one, but got {list(names)}.")
     kept = question_annotation_names(read.path) if read.path.is_dir() else []

@@ -42,7 +42,6 @@ class PromptModel:
             self._check_sampled(fingerprint, _HASHES if own_adapter else _HASHES[:1])
 
     def _check_sampled(self, by: StoreFingerprint, compared: Sequence[str]) -> None:
-        """Raise InputError unless the responses are of this model, with this chat template."""
         wanted = {name: by.model.as_json()[name] for name in compared}
         found = [f"{name} {self.identity[name]}" for name in wanted if self.identity[name] != wanted[name]]
         if wanted["weights_sha256"] is not None and found:
@@ -76,7 +75,6 @@ class PromptModel:
         return {name: described[name] for name in ("template_sha256", USER_PROMPT) if name in described}
 
     def open(self) -> Engine:
-        """Return the engine; the first call opens it."""
         if self._engine is None:
             options = replace(self._settings.engine, revision=self._named.revision)
             self._engine = open_engine(options, self.source, chat=self.chat)

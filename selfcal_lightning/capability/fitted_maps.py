@@ -145,7 +145,6 @@ def isotonic_knots(scores: Array, targets: Array) -> tuple[tuple[float, ...], tu
 
 
 def fit_pass_at_k_maps(scores: Array, num_correct: Array, num_samples: Array, *, ks: Sequence[int]) -> PassAtKMaps:
-    """Fit an isotonic map of a score to the unbiased pass@k of calibration questions, for each k."""
     ordered = tuple(sorted(set(ks)))
     knots = [isotonic_knots(scores, pass_at_k(num_samples, num_correct, k)) for k in ordered]
     return PassAtKMaps(ordered, tuple(x for x, _ in knots), tuple(y for _, y in knots))
@@ -175,7 +174,7 @@ class CalibrationQuestions:
 def calibration_questions(
     store_dir: str, *, split: str | None, name: str, asked: Sequence[QuestionScore] = ()
 ) -> CalibrationQuestions:
-    """Read the questions of a split that have a value of the name."""
+    """Read the questions of a split that have a value of the name; none of them may be in ``asked``."""
     read = load_capability_pool(store_dir, split=split, task=None)
     keys = [(question.id, question_digest(question)) for question in read.questions]
     values = question_values(store_dir, name, keys)
@@ -315,7 +314,6 @@ def fit_capability_maps(
 
 
 def maps_of(found: CalibrationQuestions, estimator: str, *, ks: Sequence[int] | None = None) -> KeptMaps:
-    """Fit all maps to the labelled questions of a store."""
     table = found.table
     fitted_on = FittedOn.from_questions(found.questions, num_responses=int(table.num_samples.sum()))
     maps = fit_capability_maps(found.predicted, table.num_correct, table.num_samples, ks=ks)

@@ -118,7 +118,6 @@ class CapabilityProbe(ProbeBasis):
             raise InputError(f"The probe was fitted on responses that were sampled differently: {found}. Fit another.")
 
     def save(self, folder: str | Path) -> None:
-        """Write the probe into a new or empty folder, or over an earlier probe."""
         path = Path(folder)
         check_probe_target(path)
         path.mkdir(parents=True, exist_ok=True)
@@ -238,7 +237,6 @@ def probe_basis(
     sampling: Mapping[str, Any] | None,
     draws: int | None = None,
 ) -> ProbeBasis:
-    """Return everything of a probe but its head."""
     centre, scale = centre_and_scale(features)
     questions = (entry.question for entry in entries)
     fitted_on = FittedOn.from_questions(questions, num_responses=sum(len(entry.samples) for entry in entries))
@@ -258,7 +256,6 @@ def checked_targets(table: QuestionTable, target: Target, *, draws: int | None =
 def with_question_confidence(
     entries: Sequence[QuestionSamples], values: Floats | Sequence[float], *, name: str
 ) -> tuple[QuestionSamples, ...]:
-    """Put the value of each question on all of its responses, as the confidence ``name``."""
     found = []
     for entry, value in zip(entries, values, strict=True):
         scored = (replace(one, confidences={**one.confidences, name: float(value)}) for one in entry.samples)

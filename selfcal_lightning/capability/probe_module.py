@@ -40,7 +40,6 @@ _ARRAYS = ("centre", "scale")
 
 
 def check_same_basis(stored: ProbeBasis, current: ProbeBasis) -> None:
-    """Raise InputError if a checkpoint was trained on other features, questions or targets."""
     differing = [
         f"`{name}` was {before!r} and is {now!r}"
         for name in ("pooling", "target", "draws", "origin", "sampling")
@@ -55,7 +54,6 @@ def check_same_basis(stored: ProbeBasis, current: ProbeBasis) -> None:
 
 
 def check_trainer(trainer: Trainer) -> None:
-    """Raise InputError for Trainer settings that this short training does not support."""
     size, precision, batches = trainer.world_size, trainer.precision, trainer.accumulate_grad_batches
     for is_met, wanted, value in (
         (size == 1, "one process", f"{size} processes"),
@@ -198,7 +196,6 @@ class LinearProbeModule(TrainedModule):
         self.layers = nn.ModuleList(layers)
 
     def _take(self, probe: CapabilityProbe) -> None:
-        """Load a probe, whose layers must match these settings."""
         self._build(probe.basis)
         shapes = [tuple(layer.weight.shape) for layer in self._layers]
         if shapes != [weight.shape for weight in probe.head.weights] or self.settings.link != probe.head.link:
@@ -233,7 +230,6 @@ class LinearProbeModule(TrainedModule):
         return loss
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        """Return the optimiser, with a schedule over its steps; biases do not decay."""
         own, warmup = self.settings, self.settings.warmup_steps
         weights, biases = [one.weight for one in self._layers], [one.bias for one in self._layers]
         groups = [{"params": weights, "weight_decay": own.weight_decay}, {"params": biases, "weight_decay": 0.0}]

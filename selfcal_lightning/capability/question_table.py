@@ -92,7 +92,6 @@ class QuestionTable:
         return np.array([rng.binomial(draws, share) / draws for rng, share in zip(generators, shares, strict=True)])
 
     def check_judged(self, option: str, value: str) -> None:
-        """Raise InputError, naming the option that needs them, unless every response is verified."""
         if unknown := int(np.isnan(self.num_correct).sum()):
             got = f"got {unknown:,} of {len(self):,} without"
             raise InputError(f"`{option}` {value!r} needs reference answers, but {got}. Take agreeing_pairs.")
@@ -129,5 +128,4 @@ def _mean_logprob(samples: Sequence[Sample]) -> float:
 
 
 def as_column(values: Sequence[float | None]) -> Floats:
-    """Return values as an array; nan for None."""
     return np.array([math.nan if value is None else value for value in values], dtype=np.float64)

@@ -28,7 +28,6 @@ _COLOURS = (AFTER, BEFORE, RIGHT, WRONG, GREY)
 
 
 def capability_reliability(test: TestQuestions) -> Figure:
-    """Draw the share of right responses over the predicted capability, one panel an estimate that is a probability."""
     drawn = test.probabilities
     figure = Figure(figsize=(0.6 + 3.6 * max(len(drawn), 1), 4.2), layout="constrained")
     panels = figure.subplots(1, max(len(drawn), 1), squeeze=False)[0]
@@ -41,7 +40,7 @@ def capability_reliability(test: TestQuestions) -> Figure:
 
 
 def capability_scatter(predicted: Floats, share: Floats, *, title: str) -> Figure:
-    """Draw every question: the share of right responses over the predicted capability, both in [0, 1] [Q]."""
+    """Draw a point for every question; ``predicted`` and ``share`` lie in [0, 1] [Q]."""
     figure = Figure(figsize=(4.2, 4.2), layout="constrained")
     axes = figure.subplots()
     axes.scatter(predicted, share, s=10, color=BEFORE, alpha=0.4, linewidths=0)
@@ -54,7 +53,6 @@ def capability_scatter(predicted: Floats, share: Floats, *, title: str) -> Figur
 
 
 def budget_figure(rows: Sequence[BudgetRow]) -> Figure:
-    """Draw what allocating samples by an estimate solves beyond a uniform allocation, over the budget."""
     gains = {row.way: row.gain for row in rows if row.gain is not None}
     figure, axes = _gains_figure(gains, rows[0].budgets)
     axes.set_xscale("log", base=2)
@@ -64,7 +62,6 @@ def budget_figure(rows: Sequence[BudgetRow]) -> Figure:
 
 
 def mixing_figure(rows: Sequence[MixingRow]) -> Figure:
-    """Draw what plans solve beyond a uniform allocation, over how much of that is mixed in."""
     figure, axes = _gains_figure({row.way: row.gain for row in rows}, rows[0].even_shares)
     axes.set_xlabel(f"even share mixed in, {rows[0].budget} samples a question")
     return figure
@@ -85,7 +82,6 @@ def _gains_figure(gains: Mapping[str, Sequence[Estimate]], places: Sequence[floa
 
 
 def pass_at_k_figure(curves: Sequence[PassAtKCurve]) -> Figure:
-    """Draw pass@k as the responses show it, and as each estimate predicts it."""
     figure = Figure(figsize=(5.6, 4.2), layout="constrained")
     axes = figure.subplots()
     names = list(dict.fromkeys(curve.name for curve in curves))

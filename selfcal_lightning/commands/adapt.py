@@ -184,7 +184,6 @@ def _round_rows(result: Mapping[str, Any]) -> list[list[str]]:
 
 
 def _show(result: Mapping[str, Any], compared: Sequence[measures.SetComparison]) -> None:
-    """Print one screen: what each set of questions shows, the changes that matter, and the rounds."""
     console = Console()
     console.print("\n".join(_facts(result)), highlight=False)
     changes = rich_table(("questions", "metric", "base", "adapted", "change"), left=("questions", "metric"))

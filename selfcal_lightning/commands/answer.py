@@ -150,7 +150,6 @@ def run_answer(
 def answer_questions(
     model: str, asked: Sequence[Question], settings: AnswerSettings, *, on_answer: Callable[[answering.Answer], None]
 ) -> list[answering.Answer]:
-    """Answer questions, each with as few samples as its confidence allows."""
     options = settings.engine
     scorers = [settings.scorers] if isinstance(settings.scorers, str) else settings.scorers
     prompt, note = choices.choose_prompt(model, options.adapter, settings.prompt)

@@ -208,7 +208,6 @@ def describe_values(name: str, values: Sequence[float | None]) -> str:
 
 
 def _check_source(options: Mapping[str, object]) -> None:
-    """Raise InputError unless questions of one source are named, with an output and a model where it has none."""
     given = {name: value for name, value in options.items() if value is not None}
     in_store, in_file = "store_dir" in given, "questions" in given
     if (in_store and in_file) or not (in_store or ("output" in given and (in_file or "task" in given))):
@@ -317,7 +316,6 @@ def _read(
 
 
 def _check_folder(folder: Path) -> None:
-    """Raise InputError where files would be replaced that are not of an earlier evaluation of capability."""
     files.check_results_folder(folder, option="output_dir")
     taken = [name for name in (RESULTS, TABLES, *FIGURES) if (folder / name).exists()]
     record = (files.json_object_or_none(folder / RESULTS) or {}) if (folder / RESULTS).is_file() else {}
@@ -425,7 +423,6 @@ def run_map_scores(
 
 
 def _maps_for(file: str, questions: Sequence[scoring.QuestionScore]) -> fitted_maps.KeptMaps:
-    """Load fitted maps and check that they suit these questions."""
     kept = fitted_maps.load_maps(file)
     kept.check((one.scored_by for one in questions), (one.id for one in questions))
     return kept
@@ -445,7 +442,6 @@ class PassAtKPrediction:
     ways: dict[str, Floats]
 
     def of(self, at: int) -> dict[str, dict[str, float | None]]:
-        """Return the predictions for one question, by way and k."""
         return {
             way: {str(k): None if np.isnan(v) else float(v) for k, v in zip(self.k, values[:, at], strict=True)}
             for way, values in self.ways.items()

@@ -40,7 +40,6 @@ def run_convert_gguf(file: str, output_dir: str, *, dtype: Literal["bfloat16", "
 
 
 def find_gguf(name: str) -> Path:
-    """Return the path of a GGUF file."""
     path = Path(name)
     package, colon, inside = name.partition(":")
     if colon and package.isidentifier() and not path.exists():

@@ -69,7 +69,6 @@ def what_next(folder: Path) -> str:
 
 
 def larger_model_lines() -> str:
-    """Return how to do the same with a larger model, where this machine can."""
     import torch
 
     path = Path(config_path(LARGER))

@@ -219,7 +219,6 @@ def run_evaluate(
 
 
 def _overlap_with_training(inputs: Inputs, sampled: ModelInputs, options: SamplingOptions) -> dict[str, int]:
-    """Count, and tell, the questions that a system was trained on, and those unlike its training questions."""
     results = {}
     for key, shared in trained_on(inputs, sampled.sides).items():
         test, _, side = key.rpartition(".")
@@ -287,13 +286,11 @@ def _sources(pools: Mapping[str, str] | Sequence[PoolSource], task: str | None) 
 
 
 def _refuse(given: str, **options: object) -> None:
-    """Refuse options that belong to the other kind of input."""
     if unused := [f"`{name}`" for name, value in options.items() if value]:
         raise InputError(f"Expected no {', '.join(unused)} beside {given}, but got both.")
 
 
 def _plain(value: Any) -> Any:
-    """Return a value, or a dictionary of arguments, as plain JSON types."""
     if isinstance(value, dict):
         return {name: _plain(one) for name, one in value.items()}
     if isinstance(value, list | tuple):

@@ -113,7 +113,6 @@ def _write_trained(
     *,
     overwrite: bool,
 ) -> None:
-    """Write the adapter of a checkpoint, or whatever else the module trains on top of its base model."""
     if kind is None or _hyper_parameters(checkpoint).get("lora", {}) is None:
         raise InputError(
             f"Expected `adapter` to be a checkpoint of an adapter with `merge: false`, but got {checkpoint!r}. A "
@@ -138,7 +137,6 @@ def _write_trained(
 
 
 def _check_can_merge(adapter: str) -> None:
-    """Raise InputError for an activated adapter, saying how it is used instead."""
     if Path(adapter).is_file():
         lora = _hyper_parameters(adapter).get("lora") or {}
         activated, folder = lora.get("activated", False), "the folder that `--merge false` makes of this checkpoint"

@@ -185,7 +185,6 @@ def describe_scorer(fitted: fusion.FittedScorer) -> str:
 
 
 def _check_drawing(path: Path, output: str) -> None:
-    """Refuse to draw over the fitted confidence itself, or over a figure of something else."""
     from selfcal_lightning.evaluation.figures import is_own_figure
 
     if path == Path(output):
@@ -197,7 +196,7 @@ def _check_drawing(path: Path, output: str) -> None:
 
 
 def _draw(fitted: fusion.FittedScorer, held_out: Sequence[QuestionSamples], path: Path) -> bool:
-    """Draw the reliability of the fitted confidence on the held-out half; False if no response has a verdict."""
+    """Draw the reliability on the held-out half; False if no response has a verdict."""
     from selfcal_lightning.evaluation.figures import reliability_diagram, save_figure
 
     samples = [sample for entry in held_out for sample in entry.samples if sample.correct is not None]
@@ -311,7 +310,6 @@ def run_fit_threshold(
 
 
 def _fit_risk(strategy: Strategy, pool: Sequence[QuestionSamples], **options: Any) -> FittedThreshold:
-    """Fit a threshold with a guarantee; where there is none, say so with the options that may help."""
     try:
         return fit_risk_threshold(strategy, pool, **options)
     except NoThresholdError as error:

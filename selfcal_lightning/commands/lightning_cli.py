@@ -79,7 +79,6 @@ def plan_training_run(
 
 
 def stopped_text(trainer: Trainer, ckpt_path: str | None) -> str:
-    """Return what a stopped training leaves behind, and how it continues."""
     kept = "Complete samples are kept, and the same command continues with them"
     files = _checkpoints(trainer)
     if not files:
@@ -134,13 +133,9 @@ class RaisingParser(parsing.RaisingErrors, LightningArgumentParser):
 
 
 class ConfigKeeper(SaveConfigCallback):
-    """Leaves the resolved configuration in the log folder, and never replaces another one.
-
-    Without a logger that is the working folder, where the user's own ``config.yaml`` may lie.
-    """
+    """Leaves the resolved configuration in the log folder (without a logger, the working folder); replaces no other."""
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Take ``config.yaml``, or the first numbered name that is free or holds these very settings."""
         log_dir = trainer.log_dir  # agreed on by a broadcast
         if not self.already_saved and log_dir is not None and not is_address(log_dir):
             text = self.parser.dump(self.config, skip_none=False)
@@ -174,7 +169,6 @@ class SelfCalibrationCLI(LightningCLI):
         self.config = parser.parse_args(cast("list[str]", args))
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Link the arguments that the data module's class takes from the model."""
         for name in self._linked:
             parser.link_arguments(f"model.init_args.{name}", f"data.init_args.{name}")
         check = "Check what can be checked, print the plan, and stop there."
@@ -201,7 +195,7 @@ class SelfCalibrationCLI(LightningCLI):
         return parser
 
     def instantiate_classes(self) -> None:
-        """Build module, data module and trainer; an error of a constructor keeps its own words."""
+        """Let an error of a constructor keep its own words."""
         try:
             super().instantiate_classes()
         except ValueError as error:
@@ -210,7 +204,6 @@ class SelfCalibrationCLI(LightningCLI):
             raise InputError(own) from error
 
     def before_predict(self) -> None:
-        """Load the weights of ``--adapter``."""
         if (adapter := self.config["predict"].adapter) is not None:
             if not isinstance(self.model, TrainedModule):
                 raise InputError(f"Expected a TrainedModule for `--adapter`, but got {type(self.model).__name__}.")
@@ -233,7 +226,6 @@ class SelfCalibrationCLI(LightningCLI):
         """Leave the configuration as the user wrote it; Lightning would let the checkpoint's settings override it."""
 
     def _run_subcommand(self, subcommand: str) -> None:
-        """Check, show the plan, and run unless ``--check`` is given."""
         ckpt_path = self._get(self.config_init, "ckpt_path")
         adapter = self.config[subcommand].get("adapter")  # of predict alone
         model, data = self.model, self.datamodule
@@ -291,7 +283,6 @@ def run_trainer(
 
 
 def silence_lightning() -> None:
-    """Keep advertisements for other packages, and Lightning's chatter, off the terminal."""
     logging.getLogger(LIGHTNING_LOGGER).addFilter(
         lambda record: not any(word in record.getMessage() for word in USELESS)
     )

@@ -81,21 +81,17 @@ def import_named_packages_only() -> None:
 
 
 def may_be_imported(path: str) -> bool:
-    """Return whether a configuration may name this class."""
     return not _allowed or path.partition(".")[0] in _allowed
 
 
 class ShortErrors(ArgumentParser):
-    """A parser with short errors, which takes options by their whole names only.
-
-    A part of an option's name may be that of another option in a later version.
-    """
+    """Takes options by their whole names only: a part of one may be another option in a later version."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **{**kwargs, "allow_abbrev": False})
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Say what is wrong and how the verb is used; a parser nested in another one leaves that to the outer one."""
+        """Say what is wrong and how the verb is used; a nested parser leaves that to the outer one."""
         if not self.exit_on_error:
             raise argparse.ArgumentError(None, message) from ex
         parser = getattr(ex, "subcommand_parser", None) or self
@@ -107,7 +103,6 @@ class ShortErrors(ArgumentParser):
         self.refuse(explain_parsing(message, known), parser)
 
     def refuse(self, sentence: str, parser: ArgumentParser) -> NoReturn:
-        """End the process with a sentence and the usage of the verb."""
         prog = parser.prog.replace(" [options]", "")
         usage = f"usage: {parser.usage or parser.prog}\n`{prog} --help` lists the options."
         sys.stderr.write(f"{prog}: error: {sentence}\n{usage}\n")
@@ -115,15 +110,11 @@ class ShortErrors(ArgumentParser):
 
 
 class RaisingErrors(ShortErrors):
-    """The same for a program: mistakes are raised."""
-
     def refuse(self, sentence: str, parser: ArgumentParser) -> NoReturn:
         raise InputError(sentence)
 
 
 class VerbParser(ShortErrors):
-    """Parser of a verb that is a function."""
-
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if self.exit_on_error:  # not for a nested parser, of a part of the settings
@@ -135,7 +126,6 @@ class VerbParser(ShortErrors):
 
 
 def let_flags_stand_alone(parser: ArgumentParser) -> None:
-    """Let ``--flag`` mean ``--flag true``."""
     for action in parser._actions:
         if getattr(action, "_typehint", None) is bool:
             action.nargs, action.const = "?", True

@@ -171,10 +171,7 @@ def run_import_records(
 
 
 def re_extract_answers(store: SampleStore, *, tasks: Callable[[str], Task] = get_task) -> Reread:
-    """Extract and verify the answer of every response in ``store`` again.
-
-    Annotations that compare answers are removed where an answer changed; everything else stays.
-    """
+    """Extract and verify all answers again; annotations that compare answers are removed where an answer changed."""
     manifest = store.join()
     if any(record.fingerprint.model.model == IMPORTED for record in manifest.rounds.values()):
         raise InputError(

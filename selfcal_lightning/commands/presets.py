@@ -43,8 +43,6 @@ ENGINES = ("transformers", "vllm")
 
 @dataclass(frozen=True, slots=True)
 class CommonCase:
-    """Options of the common case."""
-
     model: str
     questions: str
     task: str | None = None
@@ -57,7 +55,6 @@ class CommonCase:
 
     @property
     def default_task(self) -> str:
-        """Task of the questions that name none."""
         return self.task or default_task(self.model)
 
     @property
@@ -66,14 +63,11 @@ class CommonCase:
 
     @property
     def folder(self) -> Path:
-        """Folder for everything that is written."""
         return Path(self.output_dir or f"runs/{Path(self.model).name}")
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedCase:
-    """The common case, ready to run."""
-
     case: CommonCase
     configuration: Mapping[str, Any]
     counts: Mapping[str, int]
@@ -141,7 +135,6 @@ def count_parts(questions: Mapping[str, Sequence[Question]], *, origin: str) -> 
 
 
 def check_questions_target(place: Path, *, inputs: Sequence[str] = ()) -> None:
-    """Raise InputError where writing questions to ``place`` would replace a file that is not ours."""
     is_own = partial(has_first_keys, {"id", "question", "answer", "task"})
     check_replaceable(place, is_own, option="output_dir", kind="earlier questions", inputs=inputs)
 
@@ -160,7 +153,6 @@ def read_preset(name: str) -> dict[str, Any]:
 
 
 def by_task(case: CommonCase) -> dict[str, list[Question]]:
-    """Return the questions of the file by task, each read and checked."""
     rows = read_question_file(case.questions)
     found: dict[str, list[Question]] = {}
     for row in rows:
@@ -194,7 +186,6 @@ def own_task(name: str) -> str:
 
 
 def _place_outputs(configuration: dict[str, Any], folder: Path) -> None:
-    """Make a configuration write into ``folder`` alone."""
     trainer = configuration["trainer"]
     trainer["default_root_dir"] = str(folder)
     configuration["data"].setdefault("init_args", {})["store_dir"] = str(folder / "samples")
@@ -224,7 +215,6 @@ OPTIONS = tuple(name for name in OPTIONS if name not in ("columns.responses", "c
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """Return the options of the common case, and the remaining arguments in their order."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     for name in OPTIONS:
         parser.add_argument(f"--{name}", dest=name, action="append")
@@ -264,7 +254,6 @@ def common_case(arguments: Sequence[str]) -> tuple[PreparedCase, list[str]] | No
 
 
 def _value(name: str, text: str) -> Any:
-    """Return the value of an option as YAML reads it; sampling takes numbers."""
     if name.startswith("columns.") or name == "prompt.system":
         return text
     try:

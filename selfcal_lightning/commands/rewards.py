@@ -29,8 +29,6 @@ from selfcal_lightning.rewards.rates import PREFIXES_FILE, SUCCESS_KEYS, read_ro
 
 @dataclass(frozen=True)
 class RolloutReport:
-    """What there is after a run."""
-
     prefixes: int
     rolled_out: int
     rollouts: int
@@ -161,7 +159,6 @@ def run_rollout(
 
 
 def _check_exports(export: str | None, export_trl: str | None) -> None:
-    """Refuse to replace a file of something else, or one of the two by the other."""
     if export is not None and export_trl is not None and Path(export).resolve() == Path(export_trl).resolve():
         raise InputError(f"`export` and `export_trl` must be different files, got {export!r} twice.")
     for option, path, keys, kind in (
@@ -173,7 +170,6 @@ def _check_exports(export: str | None, export_trl: str | None) -> None:
 
 
 def _policy_of(policy: StoreFingerprint, model: str | None, *, revision: str | None) -> str:
-    """Return the model to roll out with: the one that sampled the responses, where that is known."""
     sampled = policy.model
     if model is None:
         if sampled.model in (None, IMPORTED):

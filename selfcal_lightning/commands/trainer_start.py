@@ -70,7 +70,6 @@ def short_help(verb: str, arguments: Sequence[str]) -> str | None:
 
 
 def wants_full_help(arguments: Sequence[str]) -> bool:
-    """Return whether ``--help=full`` or ``--help full`` is given."""
     words = " ".join(arguments).replace("=", " ").split()
     return any(one in HELP and other in FULL for one, other in pairwise(words))
 
@@ -100,7 +99,6 @@ def is_check(arguments: Sequence[str]) -> bool:
 
 
 def is_first_process() -> bool:
-    """Return whether this is the first process of its machine."""
     return int(os.environ.get("LOCAL_RANK") or 0) == 0
 
 
@@ -124,7 +122,6 @@ def check_settings(verb: str, arguments: Sequence[str]) -> None:
 
 
 def check_accelerator(settings: Mapping[str, Any]) -> None:
-    """Refuse GPUs that PyTorch does not see."""
     accelerator, devices = settings.get("trainer.accelerator"), str(settings.get("trainer.devices", "auto"))
     if accelerator not in ("gpu", "cuda"):
         return

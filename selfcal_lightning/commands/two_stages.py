@@ -90,7 +90,7 @@ def run_tune_and_calibrate(
 
 
 def check_begun(path: Path, settings: Settings) -> None:
-    """Refuse to continue with other settings than those a stage was started with, naming some of them."""
+    """Refuse to continue with other settings than those a stage was begun with."""
     if not path.exists():
         return
     before, now = (dict(flatten(one)) for one in (yaml.safe_load(path.read_text()), yaml.safe_load(_as_yaml(settings))))
@@ -127,7 +127,6 @@ def fit_stage(number: str, folder: Path) -> None:
 
 
 def write_settings(path: Path, settings: Settings) -> None:
-    """Write settings as YAML."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, _as_yaml(settings).encode())
 

@@ -24,8 +24,6 @@ from selfcal_lightning.records import QuestionSamples, Sample, SamplingSettings
 
 @dataclass(frozen=True, slots=True)
 class VerificationReport:
-    """What a verifying model did."""
-
     answers: int
     asked: int
     right: int
@@ -106,7 +104,6 @@ def verify_store(
     overwrite: bool = False,
     tasks: Callable[[str], Task] = get_task,
 ) -> VerificationReport:
-    """Verify the answers of a store with a running model; see :func:`run_verify`."""
     found = judging.candidates_of(store.samples(split=split, task=task), tasks)
     origin = {
         "judge": store_fingerprint(engine, chat, SamplingSettings(0.0), 0).model.as_json(),

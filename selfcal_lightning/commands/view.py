@@ -130,7 +130,6 @@ def _write(
 def _token_colours(
     path: str, model: str, adapter: str | None
 ) -> Callable[[Sequence[QuestionSamples]], list[list[TokenColours]]]:
-    """Return what gives the tokens of responses, by a forward pass over each."""
     from selfcal_lightning.confidence.scoring_model import ModelSettings, ScoringModel
     from selfcal_lightning.confidence.token_ids import token_pieces
 
@@ -164,7 +163,6 @@ def _load(
 
 
 def _shared(test: str, pools: Mapping[str, RecordedPool]) -> dict[str, RecordedPool]:
-    """Return the pools with the questions that all of them hold; others are counted."""
     ids = [{entry.question.id for entry in pool.entries} for pool in pools.values()]
     shared = set.intersection(*ids)
     if not shared:

@@ -70,7 +70,6 @@ class SampleScorer(Protocol):
 
 
 def confidence_of(sample: Sample, name: str) -> float | None:
-    """Return the confidence ``name`` of a sample, or None where it has none."""
     stored: float | None = None
     if name == P_TRUE:
         stored = sample.p_true
@@ -92,7 +91,6 @@ def lacks(entry: QuestionSamples, name: str) -> bool:
 
 
 def check_confidence(pool: Iterable[QuestionSamples], name: str) -> None:
-    """Refuse a pool with a question that lacks the confidence ``name``."""
     for entry in pool:
         if lacks(entry, name):
             raise MissingConfidenceError(
@@ -102,7 +100,6 @@ def check_confidence(pool: Iterable[QuestionSamples], name: str) -> None:
 
 
 def how_to_get(name: str) -> str:
-    """Return advice on how to add the confidence ``name`` to a store."""
     score = f"un `selfcal score --estimator {name}` on the store"
     if name in STORED:
         return f"Sample with `selfcal generate`, which keeps it, or r{score}."
@@ -110,7 +107,6 @@ def how_to_get(name: str) -> str:
 
 
 def add_scores(sample: Sample, scorers: Sequence[SampleScorer]) -> Sample:
-    """Return ``sample`` with the confidences of ``scorers``, applied in order."""
     for scorer in scorers:
         value = scorer.score_sample(sample)
         if value is not None:
@@ -119,5 +115,4 @@ def add_scores(sample: Sample, scorers: Sequence[SampleScorer]) -> Sample:
 
 
 def split_hash(question_ids: Iterable[str]) -> str:
-    """Return a sha256 that identifies a set of questions, independent of their order."""
     return hashlib.sha256("\n".join(sorted(set(question_ids))).encode()).hexdigest()

@@ -42,7 +42,6 @@ def top_k_confidence(logits: Array, k: int = 20) -> Tensor:
 
 
 def token_statistics(logits: Tensor, token_ids: Tensor) -> TokenStatistics:
-    """Compute log-probability, certainty and entropy of tokens in one pass over their logits."""
     parts = []
     for z, ids in zip(_shifted(logits), token_ids.split(_rows_at_once(logits)), strict=True):
         log_total = z.logsumexp(-1)
@@ -81,7 +80,6 @@ def _rows_at_once(rows: Tensor) -> int:
 
 
 def span_means(values: Tensor, spans: Sequence[tuple[int, int]]) -> Tensor:
-    """Return the mean of the values over each range of tokens [S]."""
     return torch.stack([values[start:end].mean() for start, end in spans]) if len(spans) else values.new_zeros(0)
 
 

@@ -49,7 +49,6 @@ class Domain:
         return _gaussian(rows, float(np.quantile(np.concatenate(held_out), LEVEL)))
 
     def distance(self, states: Floats) -> Floats:
-        """Return the distance of each state [n] from those of the training prompts."""
         if states.shape[1] != len(self.mean):
             sizes = f"{states.shape[1]} numbers a state, as the model has, but got {len(self.mean)}"
             raise InputError(f"Expected the {FILE} of the calibration to hold {sizes}.")
@@ -59,11 +58,9 @@ class Domain:
         return np.sqrt((along**2 / self.variances).sum(axis=1) + beyond / self.rest)
 
     def holds(self, states: Floats) -> list[bool]:
-        """Return whether each state [n, D] lies within the threshold."""
         return [bool(near) for near in self.distance(states) <= self.threshold]
 
     def save(self, folder: Path) -> None:
-        """Write it into the folder of an adapter."""
         arrays = {
             name: base64.b64encode(np.asarray(getattr(self, name), dtype="<f4").tobytes()).decode()
             for name in ("mean", "components", "variances")

@@ -61,7 +61,6 @@ class ResponseConsistency:
         self._num_samples, self._seed = num_samples, seed
 
     def score(self, pool: Sequence[QuestionSamples]) -> Scores:
-        """Return the share of every sample."""
         return [self._shares(entry) for entry in pool]
 
     def _shares(self, entry: QuestionSamples) -> list[float | None]:
@@ -105,7 +104,7 @@ class PTrue:
         return [[self._combine([found[one] for one in ones]) for ones in row] for row in sequences]
 
     def _ask(self, sequences: list[tuple[int, ...]]) -> dict[tuple[int, ...], float | None]:
-        """Return P(True) after each of several distinct sequences that end with the query."""
+        """Return P(True) after each of some sequences, which are distinct and end with the query."""
         query, number = self._chat.query, len(self._chat.query.yes_ids)
         wanted = [*query.yes_ids, *query.no_ids]
         rows = self._engine.next_token_probabilities(sequences, wanted) if sequences else []
@@ -193,11 +192,6 @@ class ProbedResponses:
         tokens.watch(None)
 
     def score(self, pool: Sequence[QuestionSamples]) -> Scores:
-        """Return the confidence of every sample; None if it is empty or too long for the model.
-
-        Raises:
-            InputError: The probe was fitted on one of the questions.
-        """
         return self._probe.score(self._tokens, pool)
 
 
@@ -213,15 +207,12 @@ class TokenStatistic:
     reads: ClassVar[str] = "tokens"
 
     def __call__(self, tokens: TokenReader) -> TokenScores:
-        """Return the estimator."""
         if self.watches:
             tokens.watch(None)
         return TokenScores(self.name, tokens, self.read)
 
 
 def _coe(name: str, number: str, *, normalise: bool) -> TokenStatistic:
-    """Return the row of a Chain-of-Embedding score of the whole response."""
-
     def read(response: ResponseStatistics) -> float:
         chains = response.chains(None, normalise=normalise) if response.num_tokens else None
         return math.nan if chains is None else float(getattr(chains[0], number))
@@ -278,11 +269,9 @@ class LowestGroupConfidence:
         self._tokens, self._window, self._lowest = tokens, window, lowest
 
     def score(self, pool: Sequence[QuestionSamples]) -> Scores:
-        """Return the confidence of every sample; None if it is empty or too long for the model."""
         return self._tokens.scores(pool, self.read)
 
     def read(self, statistics: ResponseStatistics) -> float:
-        """Return the confidence of one response; nan without tokens."""
         from selfcal_lightning.confidence.certainty import lowest_group_confidence
 
         found = lowest_group_confidence(statistics.top_confidence, window=self._window, share=self._lowest)
@@ -311,7 +300,6 @@ class StepStatistic:
     def __call__(
         self, tokens: TokenReader, *, steps: Steps = "auto", weight: float = 0.5, over_steps: Aggregation = "mean"
     ) -> TokenScores:
-        """Return the estimator."""
         _check_share("weight", weight)
         if self.watches:
             tokens.watch(steps)
@@ -370,7 +358,6 @@ class SteadyTokens:
         self._statistics: tuple[Read, ...] = (TokenSteadiness.read,)
 
     def score(self, pool: Sequence[QuestionSamples]) -> Scores:
-        """Return the weight of every sample; None without a score, or if it is too long."""
         found = [self._tokens.scores(pool, read) for read in self._statistics]
         return [_weights(columns) for columns in zip(*found, strict=True)]
 

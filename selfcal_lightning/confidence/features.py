@@ -39,12 +39,10 @@ class ResponseTable:
 
     @property
     def is_complete(self) -> NDArray[np.bool_]:
-        """Whether a response has all features [N]."""
         return np.asarray(~np.isnan(self.values).any(axis=1))
 
     @classmethod
     def from_pool(cls, pool: Sequence[QuestionSamples], features: Sequence[str]) -> ResponseTable:
-        """Read ``features`` of every sample in ``pool``."""
         samples = [sample for entry in pool for sample in entry.samples]
         if not samples:
             raise InputError("Expected `pool` to hold at least one response, but got none.")
@@ -59,7 +57,6 @@ class ResponseTable:
 
 
 def feature_value(sample: Sample, name: str) -> float | None:
-    """Return one feature of a response, or None if missing."""
     if name == NUM_TOKENS:
         return None if sample.num_tokens is None else float(sample.num_tokens)
     value = confidence_of(sample, confidence_behind(name))
@@ -74,17 +71,14 @@ def feature_value(sample: Sample, name: str) -> float | None:
 
 
 def confidence_behind(name: str) -> str:
-    """Return the confidence that a feature is computed from: "p_true" for "logit:p_true"."""
     return name.removeprefix(LOGIT)
 
 
 def required_confidences(features: Sequence[str]) -> tuple[str, ...]:
-    """Return the confidences that ``features`` are computed from; ``num_tokens`` needs none."""
     return tuple(dict.fromkeys(confidence_behind(name) for name in features if name != NUM_TOKENS))
 
 
 def check_features(pool: Sequence[QuestionSamples], features: Sequence[str]) -> None:
-    """Refuse a pool with a question that lacks a feature."""
     for name in required_confidences(features):
         check_confidence(pool, name)
     for entry in pool if NUM_TOKENS in features else ():
@@ -104,7 +98,6 @@ def log_odds(probabilities: Floats, name: str = "confidence") -> Floats:
 
 
 def _column(samples: Sequence[Sample], name: str) -> Floats:
-    """Return one feature of every response [N]; nan where there is none."""
     if name == NUM_TOKENS:
         return np.array([sample.num_tokens for sample in samples], dtype=np.float64)  # None is NaN
     values = np.array([confidence_of(sample, confidence_behind(name)) for sample in samples], dtype=np.float64)
@@ -136,7 +129,7 @@ class ConfidenceScores:
 def score_confidence(
     name: str, confidence: Floats, correct: Floats, question: Integers, known: Iterable[KnownConfidence] = ()
 ) -> ConfidenceScores:
-    """Compute the scores of one confidence [N]; what its estimator calls no probability has no ECE."""
+    """Compute the scores; what its estimator calls no probability has no ECE."""
     used = ~np.isnan(confidence) & ~np.isnan(correct)
     values, labels = confidence[used], correct[used]
     within = within_question_discrimination(values, labels, question[used])
@@ -154,7 +147,6 @@ def score_confidence(
 
 
 def scores_text(scores: Sequence[ConfidenceScores], *, title: str = "") -> str:
-    """Return the scores as text, one confidence per line."""
     lines = [f"{title:<26}{'AUROC':>8}{'within question':>17}{'ECE':>7}{'responses':>11}"]
     for row in scores:
         cells = ["–" if v is None else f"{v:.3f}" for v in (row.auroc, row.within_question_auroc, row.ece)]

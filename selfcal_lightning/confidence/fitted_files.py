@@ -23,7 +23,7 @@ THRESHOLD = "threshold"  # all other kinds are confidences
 
 
 def check_fitted_target(path: str | Path, kind: str, *, option: str = "output") -> None:
-    """Refuse a path that is neither free nor holds a fitted file of the same kind."""
+    """Refuse a path that is neither free nor an earlier fitted file: of a threshold, or of any confidence."""
     is_threshold = kind == THRESHOLD
 
     def is_own(file: Path) -> bool:
@@ -35,7 +35,6 @@ def check_fitted_target(path: str | Path, kind: str, *, option: str = "output") 
 
 
 def save_fitted(path: str | Path, kind: str, content: Mapping[str, Any]) -> None:
-    """Write ``content`` of ``kind`` to ``path`` atomically, creating folders."""
     path = Path(path)
     check_fitted_target(path, kind)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -44,7 +43,6 @@ def save_fitted(path: str | Path, kind: str, content: Mapping[str, Any]) -> None
 
 
 def check_states_origin(fitted: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Raise InputError unless hidden states are of the model, adapter and template that a probe was fitted on."""
     if differences := origin_differences(fitted, now):
         found = "; ".join(differences).replace("in the store", "in the probe")
         raise InputError(f"The probe was fitted on another model, adapter or template: {found}. Fit another one.")

@@ -96,7 +96,6 @@ class Fusion:
 
     @property
     def requires(self) -> tuple[str, ...]:
-        """The confidences it reads."""
         return required_confidences(self.features)
 
     def transform(self, values: Floats) -> Floats:
@@ -105,7 +104,6 @@ class Fusion:
         return sigmoid(standard @ np.array(self.weights) + self.intercept)
 
     def score_sample(self, sample: Sample) -> float | None:
-        """Return the fused confidence, or None if the sample lacks a feature."""
         z = self.intercept
         for name, weight, mean, std in zip(self.features, self.weights, self.means, self.stds, strict=True):
             value = feature_value(sample, name)
@@ -125,7 +123,6 @@ class Fusion:
         return tuple(score_confidence(name, values, table.correct, table.question) for name, values in columns)
 
     def describe(self) -> str:
-        """Return weights and scores as text."""
         head = f"{self.name}: fitted to {self.target} on {self.fitted_on.num_responses} responses to"
         lines = [f"{head} {self.fitted_on.num_questions} questions ({self.fitted_on.num_left_out} left out)"]
         if self.needs_pool:
@@ -140,12 +137,10 @@ class Fusion:
         return "\n".join(lines)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the fusion as plain JSON types."""
         return {**asdict(self), "fitted_on": self.fitted_on.as_json()}
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> Fusion:
-        """Read what :meth:`as_json` wrote."""
         read: dict[str, Any] = {field.name: content[field.name] for field in fields(cls)}
         for name in ("features", "weights", "means", "stds"):
             read[name] = tuple(read[name])
@@ -154,12 +149,10 @@ class Fusion:
         return cls(**{**read, "fitted_on": FittedOn.from_json(content["fitted_on"])})
 
     def save(self, path: str | Path) -> None:
-        """Write the fusion to a JSON file."""
         save_fitted(path, KIND, self.as_json())
 
     @classmethod
     def load(cls, path: str | Path) -> Fusion:
-        """Read a fusion from a JSON file; :func:`load_scorer` reads files of any kind."""
         return cast(Fusion, load_scorer(path, (KIND,)))
 
 
@@ -217,7 +210,6 @@ def fit_fusion(
 
 
 def _targets(pool: Sequence[QuestionSamples], table: ResponseTable, target: FusionTarget) -> Floats:
-    """Return the target of every response [N]; nan if it has none."""
     if target == "label":
         check_labels(table)
         return table.correct
@@ -237,7 +229,6 @@ FittedScorer = Scaler | Fusion
 
 
 def load_scorer(path: str | Path, kinds: Sequence[str] = (*SCALER_KINDS, KIND)) -> FittedScorer:
-    """Read a scaler or a fusion from the JSON file that its ``save`` wrote."""
     kind, content = load_fitted(path, kinds)
     try:
         return Fusion.from_json(content) if kind == KIND else Scaler.from_json(kind, content)
@@ -247,7 +238,6 @@ def load_scorer(path: str | Path, kinds: Sequence[str] = (*SCALER_KINDS, KIND)) 
 
 
 def load_scorers(paths: Sequence[str | Path]) -> list[FittedScorer]:
-    """Read several scorers; each may use the confidences of those before it."""
     scorers = [load_scorer(path) for path in paths]
     names = [scorer.name for scorer in scorers]
     if len(set(names)) < len(names):
@@ -281,7 +271,6 @@ def load_for_fitting(
     *,
     texts: bool = False,
 ) -> RecordedPool:
-    """Return a calibration split's questions, with the store annotations that fitting needs."""
     names = {*needed, *(name for scorer in scorers for name in scorer.requires)}
     names -= {*STORED, *(scorer.name for scorer in scorers)}
     annotations = sorted(names & set(annotation_names(pool))) if Path(pool).is_dir() else []
@@ -290,8 +279,6 @@ def load_for_fitting(
 
 @dataclass(frozen=True)
 class WeighedPool:
-    """A pool with the confidences that strategies may use."""
-
     pool: RecordedPool
     confidences: tuple[str, ...]
     scorers: tuple[FittedScorer, ...]
@@ -348,7 +335,6 @@ def fit_confidences(
 def weigh_pool(
     pool: RecordedPool, names: Sequence[str], scorers: Sequence[FittedScorer], *, fitting: Sequence[str] = ()
 ) -> WeighedPool:
-    """Add the scorers' confidences to a pool and check that every name is present."""
     check_not_fitted_on(pool.entries, [scorer for scorer in scorers if scorer.name not in fitting])
     refuse_looking_ahead(names, [*recorded_confidences(pool.estimators), *scorers])
     entries = tuple(
@@ -367,7 +353,6 @@ def sources_of(name: str, scorers: Sequence[FittedScorer]) -> set[str]:
 
 
 def save_scorers(scorers: Sequence[FittedScorer], folder: Path) -> list[str]:
-    """Write each scorer to a file named after it; return the file names."""
     names = [f"{file_name(scorer.name)}.json" for scorer in scorers]
     for scorer, name in zip(scorers, names, strict=True):
         scorer.save(folder / name)

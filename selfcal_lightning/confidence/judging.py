@@ -31,14 +31,11 @@ _GUARD = (
 
 @dataclass(frozen=True)
 class Form:
-    """A grading prompt and its grades."""
-
     instruction: str
     grades: Mapping[str, Grade]
 
     @property
     def digest(self) -> str:
-        """Identifies the grading prompt."""
         return hashlib.sha256(json.dumps([self.instruction, dict(self.grades)]).encode()).hexdigest()[:16]
 
 
@@ -63,8 +60,6 @@ FORMS: Mapping[VerifierForm, Form] = {
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A text to be graded."""
-
     form: VerifierForm
     question: str
     reference: str
@@ -88,7 +83,6 @@ class Candidate:
 
 
 def read_grade(form: Form, reply: str, *, finished: bool = True) -> Grade | None:
-    r"""Return the grade at the end of a reply; None without one."""
     letter = read_letter(reply, "".join(form.grades), finished=finished)
     return None if letter is None else form.grades[letter]
 
@@ -104,7 +98,6 @@ def shown_answer(name: VerifierForm, sample: Sample) -> str | None:
 
 
 def form_digest(names: Sequence[VerifierForm]) -> dict[str, str]:
-    """Return the digests of some grading prompts by name."""
     return {name: FORMS[name].digest for name in sorted(names)}
 
 
@@ -141,7 +134,6 @@ def candidates_of(groups: Iterable[QuestionSamples], tasks: Callable[[str], Task
 
 
 def key_of(group: QuestionSamples, sample: Sample, form: VerifierForm) -> Key | None:
-    """Return the key of a response's verdict; None for a response without an answer."""
     answer = shown_answer(form, sample)
     return None if answer is None else (group.question.id, question_digest(group.question), answer)
 
@@ -154,7 +146,6 @@ def grade_candidates(
     max_new_tokens: int,
     keep: Callable[[Mapping[Key, Grade | None]], None],
 ) -> dict[Key, Grade | None]:
-    """Ask a model for its verdicts by greedy decoding."""
     sampling = SamplingSettings(temperature=0.0, edt_scale=None, max_new_tokens=max_new_tokens)
     grades: dict[Key, Grade | None] = {}
     keys = list(candidates)

@@ -47,7 +47,6 @@ class LiveScorer:
 
 
 def find_asked(questions: Sequence[Question], chat: ChatFormat) -> Callable[[str], Asked]:
-    """Return what finds a question by its id."""
     known = {question.id: question for question in questions}
 
     @lru_cache(1)  # samples mostly come by question
@@ -58,7 +57,6 @@ def find_asked(questions: Sequence[Question], chat: ChatFormat) -> Callable[[str
 
 
 def check_live_probe(probe: ResponseProbe, questions: Sequence[Question], read: Collection[str | None]) -> None:
-    """Refuse a probe that nothing reads, or that was fitted on the questions."""
     if probe.name not in read:
         found = ", ".join(sorted(name for name in read if name is not None)) or "no confidence"
         raise InputError(f"Expected a strategy that reads {probe.name} where `probe` is given; this one reads {found}.")
@@ -66,18 +64,15 @@ def check_live_probe(probe: ResponseProbe, questions: Sequence[Question], read: 
 
 
 def load_live_probe(path: str, model: str, options: EngineOptions) -> ResponseProbe:
-    """Read a probe, whose states the engine must give and the model must have."""
     check_gives_hidden_states(options)
     return ScoringModel(ModelSettings(model, None, options)).response_probe(path)
 
 
 def open_tokens(engine: Engine, chat: ChatFormat) -> TokenReader:
-    """Return what reads hidden states with the engine's own model."""
     from selfcal_lightning.confidence.token_reader import TokenReader
 
     return TokenReader(cast("TransformersEngine", engine).network, chat)
 
 
 def open_live_probe(probe: ResponseProbe, read: Callable[[], TokenReader], asked: Callable[[str], Asked]) -> LiveScorer:
-    """Return the scorer of a probe."""
     return LiveScorer(probe.name, lambda pool: probe.score(read(), pool), asked, fitted_on=probe.fitted_on)

@@ -71,12 +71,10 @@ class ResponseProbe:
         return [[found.get(next(places)) for _ in entry.samples] for entry in pool]
 
     def save(self, path: str | Path) -> None:
-        """Write the probe to a JSON file."""
         save_fitted(path, RESPONSE_PROBE, {**asdict(self), "fitted_on": self.fitted_on.as_json()})
 
 
 def load_response_probe(path: str | Path | None) -> ResponseProbe:
-    """Read a probe from the JSON file that :meth:`ResponseProbe.save` wrote."""
     if path is None:
         way_out = "`selfcal fit-response-probe` writes one."
         raise InputError(f"Expected `criteria.probe` with the estimator {RESPONSE_PROBE}, but got null. {way_out}")
@@ -200,6 +198,5 @@ def centre_and_scale(features: Floats) -> tuple[Floats, Floats]:
 
 
 def check_enough(questions: int) -> None:
-    """Refuse too few questions for the folds."""
     if questions < FOLDS:
         raise InputError(f"Expected at least {FOLDS} questions with responses to fit a probe on, but got {questions}.")

@@ -100,7 +100,6 @@ class TemperatureMap:
         return cls(1.0 / float(brentq(slope, 1.0 / HOTTEST, 1.0 / COOLEST, xtol=1e-13, rtol=1e-13)))
 
     def transform(self, values: Floats) -> Floats:
-        """Return scaled probabilities [N]."""
         return sigmoid(log_odds(values) / self.temperature)
 
 
@@ -129,7 +128,6 @@ class PlattMap:
         return cls(slope, intercept - slope * mean, takes_logit)
 
     def transform(self, values: Floats) -> Floats:
-        """Return probabilities [N]."""
         x = log_odds(values) if self.takes_logit else values
         return sigmoid(self.slope * x + self.intercept)
 
@@ -144,7 +142,6 @@ class IsotonicMap:
 
     @classmethod
     def fit(cls, values: Floats, targets: Floats) -> IsotonicMap:
-        """Fit the non-decreasing function with the least squared error."""
         from sklearn.isotonic import IsotonicRegression
 
         model = IsotonicRegression(y_min=0.0, y_max=1.0, out_of_bounds="clip").fit(values, targets)
@@ -163,7 +160,6 @@ ScalerMap = TemperatureMap | PlattMap | IsotonicMap
 
 
 def read_map(kind: str, parameters: Mapping[str, Any]) -> ScalerMap:
-    """Return the map of ``kind`` with ``parameters`` (its fields) from a JSON file."""
     if kind == "temperature":
         found: ScalerMap = TemperatureMap(**parameters)
         is_sound = parameters["temperature"] > 0.0
@@ -198,16 +194,13 @@ class Scaler:
 
     @property
     def requires(self) -> tuple[str, ...]:
-        """The confidence it reads."""
         return (self.source,)
 
     def score_sample(self, sample: Sample) -> float | None:
-        """Return the scaled confidence, or None if the sample has none."""
         value = feature_value(sample, self.source)
         return None if value is None else float(self.map.transform(np.array([value]))[0])
 
     def as_json(self) -> dict[str, Any]:
-        """Return the scaler as plain JSON types."""
         held_out = None
         if self.held_out_before is not None and self.held_out_after is not None:
             held_out = {"before": asdict(self.held_out_before), "after": asdict(self.held_out_after)}
@@ -232,12 +225,10 @@ class Scaler:
         return cls(map=read_map(kind, content["parameters"]), fitted_on=fitted_on, **read)
 
     def save(self, path: str | Path) -> None:
-        """Write the scaler to a JSON file."""
         save_fitted(path, self.map.kind, self.as_json())
 
     @classmethod
     def load(cls, path: str | Path) -> Scaler:
-        """Read a scaler from a JSON file."""
         return cls.from_json(*load_fitted(path, SCALER_KINDS))
 
 
@@ -286,7 +277,6 @@ def fit_scaler(
 
 
 def check_labels(table: ResponseTable) -> None:
-    """Refuse responses that nobody can judge."""
     unknown = np.isnan(table.correct)
     if unknown.any():
         question = table.question_ids[int(table.question[unknown][0])]
@@ -297,7 +287,6 @@ def check_labels(table: ResponseTable) -> None:
 
 
 def check_new_name(name: str, sources: Sequence[str]) -> None:
-    """Refuse a name of a fitted confidence that is taken."""
     taken = (*STORED, *sources)
     if not name or name in taken:
         raise InputError(f"Expected `name` to be a new one, but got {name!r}; taken are {', '.join(taken)}.")

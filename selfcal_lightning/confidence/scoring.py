@@ -83,7 +83,6 @@ class PoolTarget:
         return self.num_responses * len(names)
 
     def entries(self, names: Sequence[str]) -> Iterator[Entry]:
-        """Yield every question with responses, verified by its task."""
         start = 0
         for line in self._lines:
             if line.responses:
@@ -129,7 +128,6 @@ class PoolTarget:
 def select_rows(
     store: SampleStore, *, split: str | None, round: int, task: str | None, shard: tuple[int, int]
 ) -> SampleIndex:
-    """Return this process's shard of the rows."""
     index = store.index(split=split, round=round)
     keep = np.ones(len(index), dtype=bool) if task is None else index.task == task
     if shard[1] > 1:
@@ -192,7 +190,6 @@ class StoreTarget:
         self.commit()
 
     def num_left(self, names: Sequence[str]) -> int:
-        """Return how many scores are missing."""
         return sum(int((~self._known[name]).sum()) for name in names)
 
     def entries(self, names: Sequence[str]) -> Iterator[Entry]:
@@ -212,13 +209,11 @@ class StoreTarget:
         return [i for i, sample in enumerate(samples.samples) if not known[i] and not brings(sample, name)]
 
     def put(self, name: str, positions: Sequence[int], values: Sequence[float | None]) -> None:
-        """Buffer scores, and publish them every five minutes."""
         self._buffer.setdefault(name, {}).update(zip(positions, values, strict=True))
         if time.monotonic() - self._committed > COMMIT_SECONDS:
             self.commit()
 
     def commit(self) -> None:
-        """Write and publish the buffered scores."""
         for name, scores in self._buffer.items():
             run, annotation = uuid.uuid4().hex[:12], self._annotations[name]
             rows = np.array(sorted(scores), dtype=np.int64)
@@ -240,8 +235,6 @@ ScoreTarget = PoolTarget | StoreTarget
 
 @dataclass(frozen=True, slots=True)
 class ScoreReport:
-    """What one estimator scored."""
-
     estimator: str
     name: str
     responses: int
@@ -259,8 +252,6 @@ class ScoreReport:
 
 @dataclass(frozen=True, slots=True)
 class StoreScoring:
-    """Which part of a store to score, and how."""
-
     store_dir: str
     estimators: tuple[str, ...]
     model: ModelSettings
@@ -276,8 +267,6 @@ class StoreScoring:
 
 @dataclass(frozen=True, slots=True)
 class PoolScoring:
-    """Which JSONL pool to score, and how."""
-
     pool: str
     output: str
     estimators: tuple[str, ...]
@@ -290,7 +279,7 @@ class PoolScoring:
 
 
 def score_store(run: StoreScoring) -> list[ScoreReport]:
-    """Score responses of a store. Confidences are stored as annotations, and a killed run resumes."""
+    """Score responses of a store into annotations; a killed run resumes."""
     members = _members(run)
     store = SampleStore(run.store_dir)
     scoring = ScoringModel(run.model, store.round_manifest(run.round).fingerprint)
@@ -321,7 +310,6 @@ def score_store(run: StoreScoring) -> list[ScoreReport]:
 
 
 def score_pool(run: PoolScoring) -> list[ScoreReport]:
-    """Score the responses of a JSONL pool into a copy."""
     members = _members(run)
     for member in members:
         check_name_tells(RecordedConfidence(member.name, member.kind.needs_pool, member.kind.is_probability))
@@ -348,7 +336,6 @@ class _Member:
 
 
 def _members(run: StoreScoring | PoolScoring) -> list[_Member]:
-    """Return the estimators of a run with their settings; refuse those that cannot be run together, or at all."""
     chosen = list(run.estimators)
     if not chosen or len(set(chosen)) < len(chosen):
         raise InputError(f"Expected `estimator` to name different estimators, at least one, but got {chosen}.")
@@ -418,7 +405,6 @@ def _score(target: ScoreTarget, members: Sequence[_Member], scoring: ScoringMode
 def _score_chunk(
     target: ScoreTarget, member: _Member, jobs: Sequence[tuple[Entry, list[int]]], scoring: ScoringModel
 ) -> int:
-    """Score the named samples of some questions and pass them to the target; return how many."""
     estimator = cast("Estimator", member.estimator)
     chosen = [replace(entry, samples=tuple(entry.samples[number] for number in found)) for (_, entry), found in jobs]
     if member.kind.needs_pool:

@@ -45,8 +45,6 @@ def states_origin(identity: Mapping[str, str | None], chat: ChatFormat) -> dict[
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """The scoring model and how to run it."""
-
     model: str | None  # folder or hub name; None uses the one that sampled the store, with its revision
     query: str | None  # the confidence query; None uses the store's
     engine: EngineOptions
@@ -70,7 +68,6 @@ class ScoringModel:
 
     @cached_property
     def source(self) -> str:
-        """Folder or hub name of the model."""
         if self.settings.model is not None:
             return resolve_model(self.settings.model)
         sampled = self._sampled
@@ -93,7 +90,6 @@ class ScoringModel:
 
     @cached_property
     def identity(self) -> dict[str, str | None]:
-        """Hashes of the weights and the adapter."""
         adapter = self.settings.engine.adapter
         model_folder(self.source, revision=self.revision)  # a model of the hub is hashed where it lies
         found = {"weights_sha256": weights_sha256(self.source, revision=self.revision), **adapter_identity(adapter)}
@@ -115,7 +111,6 @@ class ScoringModel:
         return asked == (self._prompt, self._sampled.activated_adapter_sha256, self._sampled.head_dtype)
 
     def _sampled_the_store(self, identity: dict[str, str | None]) -> bool:
-        """Return whether this model sampled the store."""
         sampled = self._sampled.as_json()
         return all(sampled[name] == value for name, value in identity.items() if name != ACTIVATED)
 
@@ -145,11 +140,9 @@ class ScoringModel:
 
     @property
     def states_origin(self) -> dict[str, Any]:
-        """What statistics and states of a response's own tokens depend on."""
         return states_origin(self.identity, self.chat)
 
     def response_probe(self, path: str | None) -> ResponseProbe:
-        """Read the probe that was fitted on states of this model."""
         from selfcal_lightning.confidence.fitted_files import check_states_origin
         from selfcal_lightning.confidence.response_probe import load_response_probe
 
@@ -162,7 +155,6 @@ class ScoringModel:
         return expected_head_dtype(self.settings.engine)
 
     def build(self, name: str, settings: dict[str, Any]) -> Estimator:
-        """Create the estimator ``name``, loading the models it needs."""
         kind = ESTIMATORS[name]
         if kind.reads == "pool":
             return kind(**settings)
@@ -178,7 +170,6 @@ class ScoringModel:
         return kind(self.tokens(), **settings)
 
     def close(self) -> None:
-        """Close the engine and the reward model."""
         for opened in (self._engine, self._rewards):
             if opened is not None:
                 opened.close()
@@ -203,7 +194,6 @@ class ScoringModel:
         return opened
 
     def tokens(self) -> TokenReader:
-        """Return the reader of token statistics, with the local model."""
         if self._tokens is None:
             from selfcal_lightning.confidence.token_reader import TokenReader
 

@@ -20,8 +20,6 @@ from selfcal_lightning.records import Question, QuestionSamples, question_hash
 
 @dataclass(frozen=True)
 class FittedOn:
-    """The questions of a fit."""
-
     split_hash: str
     question_hashes: tuple[str, ...]
     content_hashes: tuple[str, ...]
@@ -30,14 +28,12 @@ class FittedOn:
 
     @property
     def num_questions(self) -> int:
-        """Number of questions."""
         return len(self.question_hashes)
 
     @classmethod
     def from_questions(
         cls, questions: Iterable[str | Question], *, num_responses: int, num_left_out: int = 0
     ) -> FittedOn:
-        """Build the record from questions, or from ids alone."""
         found = list(questions)
         ids = {_id_of(question) for question in found}
         contents = {content for question in found if (content := _content_of(question)) is not None}
@@ -54,12 +50,10 @@ class FittedOn:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> FittedOn:
-        """Read what :meth:`as_json` wrote."""
         ids, contents = (tuple(content[name]) for name in ("question_hashes", "content_hashes"))
         return cls(content["split_hash"], ids, contents, content["num_responses"], content["num_left_out"])
 
     def as_json(self) -> dict[str, Any]:
-        """Return the record as plain JSON types."""
         return {
             "split_hash": self.split_hash,
             "num_questions": self.num_questions,
@@ -96,7 +90,6 @@ def content_hash(question: Question) -> str | None:
 def check_disjoint(
     first: Iterable[Question], second: Iterable[Question], *, names: tuple[str, str], way_out: str
 ) -> None:
-    """Raise if two splits share a question."""
     ids: set[str] = set()
     contents: dict[str, str] = {}
     for question in first:

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ResponseIds:
-    """A prompt and a response in tokens."""
-
     prompt: tuple[int, ...]
     response: tuple[int, ...]
     encoded: bool

@@ -99,12 +99,10 @@ class ResponseStatistics:
 
     @property
     def num_tokens(self) -> int:
-        """The number n of tokens."""
         return len(self.token_ids)
 
     @property
     def logprob(self) -> float:
-        """Sum of the tokens' log-probabilities."""
         return self.tokens.logprob.sum().item()
 
     @property
@@ -118,7 +116,6 @@ class ResponseStatistics:
         return self.tokens.entropy.mean().item()
 
     def step_means(self, column: str, spans: Sequence[Span]) -> Tensor:
-        """Return the mean of one of the ``tokens``' statistics over each step [S]."""
         return span_means(getattr(self.tokens, column), spans)
 
     def chains(self, steps: Steps | None, *, normalise: bool) -> list[ChainOfEmbedding] | None:
@@ -147,13 +144,11 @@ class TokenReader:
         self._spans: dict[tuple[tuple[int, ...], Steps], list[Span]] = {}
 
     def watch(self, steps: Steps | None) -> None:
-        """Also read layer trajectories from now on."""
         if steps not in self._watched:
             self._watched.append(steps)
             self._known = {}
 
     def steps(self, token_ids: tuple[int, ...], rule: Steps) -> list[Span]:
-        """Return the tokens of each step of a response; none where it has no text."""
         key = (token_ids, rule)
         if key not in self._spans:
             self._spans[key] = steps_of(self.chat.decode, token_ids, rule)
@@ -182,8 +177,6 @@ class TokenReader:
     def scores(
         self, pool: Sequence[QuestionSamples], pick: Callable[[ResponseStatistics], float]
     ) -> list[list[float | None]]:
-        """Return one statistic of every sample; None where it is not finite."""
-
         def known(statistics: ResponseStatistics | None) -> float | None:
             value = math.nan if statistics is None else pick(statistics)
             return value if math.isfinite(value) else None
@@ -191,7 +184,7 @@ class TokenReader:
         return [[known(statistics) for statistics in row] for row in self.read(pool)]
 
     def _packs(self, keys: Collection[Key]) -> bool:
-        """Return whether a prompt has several responses and the model supports packed rows."""
+        """Return whether packing pays, a prompt having several responses, and the model supports it."""
         if len({prompt for prompt, _ in keys}) == len(keys):
             return False
         if self._can_pack is None:
@@ -203,7 +196,6 @@ class TokenReader:
 
     @contextmanager
     def _segments(self) -> Iterator[None]:
-        """Use packed-row attention within the block."""
         implementation = self.network.config.get_text_config()._attn_implementation
         prefer_segments(self.network)
         try:
@@ -227,7 +219,6 @@ class TokenReader:
 
     @torch.no_grad()
     def _forward(self, batch: Sequence[Key], *, packs: bool) -> list[ResponseStatistics]:
-        """Compute the token statistics of each response in ``batch``."""
         device = self.network.device
         laid_out = packed_rows(batch) if packs else rows_apart(batch)
         ids, mask, positions = (tensor.to(device) for tensor in laid_out[:3])

@@ -51,7 +51,6 @@ class VerbalScale:
 
 
 def parse_confidence(text: str) -> float | None:
-    """Parse the probability stated in a reply, in [0, 1], or None."""
     return _last(text, _BARE_REPLY, _probability)
 
 
@@ -200,7 +199,6 @@ def ask_for_confidences(
     attempts: int = 1,
     max_new_tokens: int = 128,
 ) -> dict[Prompt, float]:
-    """Return the probabilities stated in replies to prompts, where there is one."""
     stated: dict[Prompt, float] = {}
     for attempt in range(attempts):
         sampling = SamplingSettings(temperature=1.0 if attempt else 0.0, edt_scale=None, max_new_tokens=max_new_tokens)

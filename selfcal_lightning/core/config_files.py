@@ -64,7 +64,6 @@ def check_files(arguments: Sequence[str]) -> None:
 
 
 def _check_bounds(path: Path) -> None:
-    """Refuse a YAML file of too many aliases or levels, as soon as the parser meets them."""
     aliases = level = 0
     for event in _events(path):
         aliases += isinstance(event, yaml.AliasEvent)

@@ -41,13 +41,11 @@ def check_at_least(least: float, **settings: float) -> None:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return a question that names the most similar of ``known``, with a space before it, or ""."""
     close = get_close_matches(str(name), sorted(set(known)), n=1)
     return f" Did you mean {close[0]!r}?" if close else ""
 
 
 def unknown_name(option: str, name: object, known: Iterable[str]) -> InputError:
-    """Return the error for an unknown name, with the known ones and the most similar."""
     names = list(dict.fromkeys(known))
     more = f" and {len(names) - MOST_NAMES:,} more" if len(names) > MOST_NAMES else ""
     listed = ", ".join(names[:MOST_NAMES]) + more if names else "none, since there is none yet"

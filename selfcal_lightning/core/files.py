@@ -70,7 +70,6 @@ def remove_abandoned(folder: Path, *, of: str | None = None) -> int:
 
 
 def to_json(content: Mapping[str, Any]) -> bytes:
-    """Return ``content`` as indented JSON."""
     return (json.dumps(content, indent=1, allow_nan=False, ensure_ascii=False) + "\n").encode()
 
 
@@ -78,7 +77,6 @@ SEAL = "sha256"
 
 
 def seal_of(content: Mapping[str, Any]) -> str:
-    """Return the sha256 of a JSON object, independent of key order and without its own seal."""
     plain = {key: value for key, value in content.items() if key != SEAL}
     return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
 
@@ -90,7 +88,6 @@ def sealed(content: Mapping[str, Any]) -> bytes:
 
 
 def check_seal(content: Mapping[str, Any], path: Path, *, way_out: str) -> None:
-    """Refuse a file of :func:`sealed` that has changed since it was written."""
     if (stated := content.get(SEAL)) != (found := seal_of(content)):
         raise InputError(f"{path} was changed or is damaged: sha256 {found}, not {stated}. {way_out}")
 
@@ -127,7 +124,6 @@ def open_lines(path: Path, *, begin: bytes, way_out: str) -> tuple[BinaryIO, lis
 
 
 def as_json_line(content: Mapping[str, Any]) -> str:
-    """Return ``content`` as one line of a JSONL file, newline included."""
     return json.dumps(content, ensure_ascii=False, allow_nan=False) + "\n"
 
 
@@ -148,7 +144,6 @@ def _temporary(path: Path, *, size: int | None = None) -> Iterator[tuple[Path, B
 
 
 def _refusal(error: OSError, path: Path, size: int | None) -> str:
-    """Return the message for a failed write when the OSError does not name the file."""
     if error.errno not in FULL:
         return f"{path} could not be written: {error.strerror!r}. See to the disk and {_AGAIN}"
     needed = "more space" if size is None else f"{size:,} bytes of space"
@@ -264,7 +259,6 @@ def parse_json(content: bytes | str, *, origin: str, repeats: bool = True) -> An
 
 
 def read_json_object(path: str | Path, *, what: str = "as this program writes it") -> dict[str, Any]:
-    """Return the object in a JSON file."""
     path = Path(path)
     if not path.is_file():
         raise InputError(f"Expected {what} in {path}, but there is no such file.")
@@ -280,7 +274,6 @@ def read_json_object(path: str | Path, *, what: str = "as this program writes it
 
 
 def json_object_or_none(path: Path) -> dict[str, Any] | None:
-    """Return the JSON object in ``path``, or None if it holds anything else."""
     if path.stat().st_size > LARGEST_JSON:
         return None
     try:
@@ -309,7 +302,6 @@ def read_json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def line_error(path: Path, number: int, expected: str, found: str) -> InputError:
-    """Return the error for a line, with the offending value shortened."""
     shown = found if len(found) <= 200 else f"{found[:200]}..."
     return InputError(f"{path}:{number}: Expected {expected}, but got {shown}.")
 
@@ -318,7 +310,6 @@ PATH_NAME = re.compile(r"[\w@=+-][\w.@=+ -]{0,99}")
 
 
 def check_path_name(option: str, name: str) -> str:
-    """Return ``name`` if it is a plain file name, without folders or `..`."""
     if PATH_NAME.fullmatch(name) is None:
         wanted = "to be a name that a file can have (at most 100 letters, digits, spaces, _ . - + = @; no dot first)"
         raise InputError(f"Expected `{option}` {wanted}, but got {name!r}.")
@@ -326,7 +317,6 @@ def check_path_name(option: str, name: str) -> str:
 
 
 def file_name(name: str) -> str:
-    """Return a safe file name for an arbitrary name, such as that of a pool's confidence."""
     return name if PATH_NAME.fullmatch(name) else quote(name, safe=" ").replace(".", "%2E")
 
 
@@ -348,7 +338,7 @@ def check_replaceable(
 
 
 def has_first_keys(keys: Collection[str], path: Path, *, exactly: bool = True) -> bool:
-    """Return whether ``path`` is a JSONL file whose first line has these keys, and by default no others."""
+    """Return whether ``path`` is a JSONL file whose first line has these keys and, if ``exactly``, no others."""
     try:
         first: Mapping[str, Any] = next((line for _, line in read_json_lines(path)), {})
     except InputError:
@@ -364,7 +354,6 @@ _OF_OTHERS = (
 
 
 def check_results_folder(folder: str | Path, *, option: str) -> None:
-    """Refuse to write results into a file, or into the folder of a model or a store."""
     folder = Path(folder)
     if folder.exists() and not folder.is_dir():
         raise InputError(f"Expected `{option}` to be a folder, but got {folder}, which is a file.")
@@ -383,7 +372,6 @@ def holds_only(folder: Path, names: Collection[str] = ()) -> bool:
 
 
 def check_apart(path: str | Path, places: Mapping[str, str | Path], *, option: str) -> None:
-    """Refuse an output folder that is, contains, or lies inside one of the inputs."""
     mine = Path(path).resolve()
     for what, place in places.items():
         other = Path(place).resolve()

@@ -26,7 +26,6 @@ def wants_traceback() -> bool:
 
 
 def explain(error: BaseException, *, who: str, command: Sequence[str] = ()) -> str:
-    """Return why a command failed, for standard error."""
     if isinstance(error, UserError):
         return f"{who}: error: {error}"
     if type(error).__name__ in _OUT_OF_MEMORY:
@@ -56,7 +55,6 @@ def _has_peers() -> bool:
 
 
 def explain_interruption(error: BaseException, *, who: str, kept: str) -> str:
-    """Return the last line of a command that Ctrl-C or SIGTERM stopped."""
     return f"\n{who}: stopped by {INTERRUPTION.name}. {what_is_kept(error) or kept}"
 
 
@@ -72,14 +70,12 @@ def _one_line(error: BaseException) -> str:
 
 
 def _tracker() -> str:
-    """Return the issue tracker's address from the package's metadata."""
     urls = (entry.partition(", ") for entry in metadata.metadata("selfcal-lightning").get_all("Project-URL") or ())
     found = [url for label, _, url in urls if "issue" in label.lower()]
     return f"to {found[0]}" if found else "to those from whom you have this package"
 
 
 def say_last(text: str) -> None:
-    """Write a final message to standard error; ignore a closed pipe."""
     try:
         sys.stderr.write(f"{text}\n")
         sys.stderr.flush()

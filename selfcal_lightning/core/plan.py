@@ -46,7 +46,6 @@ class Sampling:
 
     @property
     def missing(self) -> int | None:
-        """Responses to draw."""
         return None if self.responses is None else max(0, self.responses - self.stored)
 
     @property
@@ -64,7 +63,6 @@ class Sampling:
 
     @property
     def tokens_text(self) -> str:
-        """How many tokens will be sampled; empty if none."""
         if not self.missing:
             return ""
         most = f"at most {self.missing * self.most_tokens:,} (`max_new_tokens` is {self.most_tokens:,})"
@@ -97,7 +95,6 @@ class Speed:
     device: str
 
     def over(self, processes: int) -> Speed:
-        """Return the speed of this many processes together."""
         return replace(self, sampled=self.sampled / processes, trained=self.trained / processes)
 
 
@@ -226,7 +223,6 @@ def existing_folder(path: str | Path) -> Path:
 
 
 def free_bytes(path: str | Path) -> int:
-    """Return the free bytes of the disk of ``path``, which need not exist."""
     return shutil.disk_usage(existing_folder(path)).free
 
 

@@ -35,7 +35,6 @@ _loaded_points: set[str] = set()
 
 
 def named_plugins(arguments: Sequence[str]) -> list[str]:
-    """Return the plug-ins that YAML files and options of a command line name."""
     found = [name for path in config_files(arguments) for name in _names(read_config(path).get(OPTION))]
     for place, argument in enumerate(arguments):
         option, given, value = argument.partition("=")
@@ -71,18 +70,15 @@ def load_installed_plugins() -> None:
 
 
 def load_plugins_of_parent() -> None:
-    """In a child process, import the plug-ins of its parent."""
     load_installed_plugins()
     load_plugins(json.loads(os.environ.get(VARIABLE) or "[]"))
 
 
 def loaded_plugins() -> list[str]:
-    """Return the names of the plug-ins loaded so far, for the record of a run."""
     return list(_loaded.values())
 
 
 def plugin_packages() -> list[str]:
-    """Return the top-level packages of the plug-ins loaded so far."""
     named = [Path(name).stem if name.endswith(_FILE_ENDING) else name for name in _loaded.values()]
     return sorted({name.partition(":")[0].partition(".")[0] for name in (*named, *_loaded_points)})
 
@@ -167,7 +163,6 @@ def _load_point(point: EntryPoint) -> None:
 
 
 def _failure(error: BaseException) -> str:
-    """Describe a plug-in's failure: the module it lacks, or the error and the line that raised it."""
     if isinstance(error, ModuleNotFoundError) and error.name:
         return f"it needs the module {error.name!r}, which is not installed"
     if isinstance(error, SyntaxError):

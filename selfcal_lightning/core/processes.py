@@ -142,7 +142,6 @@ class Rendezvous:
         return self._seen[rank]
 
     def _show_surely(self, state: str, problem: str = "") -> None:
-        """Publish a state that others wait for, with retries for a failing disk."""
         for _ in range(SHOWS - 1):
             try:
                 return self._show(state, problem)
@@ -162,7 +161,6 @@ GRACE_SECONDS = 60.0
 
 
 def run_step(arguments: Sequence[str]) -> int:
-    """Run a ``selfcal`` command in a child process and return its exit status."""
     with _started(arguments) as step:
         return step.wait()
 
@@ -198,7 +196,6 @@ def _started(arguments: Sequence[str], **options: Any) -> Iterator[subprocess.Po
 
 
 def run_shown(number: str, arguments: Sequence[str]) -> None:
-    """Show a ``selfcal`` command as a user would type it, run it, and raise RunError if it fails."""
     sys.stdout.write(f"\n[{number}] {shlex.join(['selfcal', *arguments])}\n")
     sys.stdout.flush()
     if status := run_step(arguments):

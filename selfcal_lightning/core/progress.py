@@ -45,7 +45,6 @@ class Progress:
             say(self.line())
 
     def update(self, responses: int, *, unreadable: int = 0) -> None:
-        """Count finished responses and how many of them have no readable answer."""
         self.done += responses
         self._first = self._first or (time.monotonic(), self.done)
         self.unreadable += unreadable
@@ -58,7 +57,6 @@ class Progress:
             say(self.line())
 
     def line(self) -> str:
-        """Return the state as one line of text."""
         rate = self.done / max(time.monotonic() - self._started, 1e-9)
         seconds = self.seconds_left()
         left = "time left unknown" if seconds is None else f"{tqdm.format_interval(seconds)} left"
@@ -107,7 +105,6 @@ class Stage:
 
 
 def counted(items: Iterable[Item], progress: Progress) -> Iterator[Item]:
-    """Yield ``items``, counting each as one step."""
     for item in items:
         yield item
         progress.update(1)

@@ -147,11 +147,9 @@ class StopSignals:
                 signal.signal(number, signal.SIG_DFL if earlier is None else earlier)
 
     def forget(self) -> None:
-        """Reset: the next signal counts as the first."""
         self.received, self._came_at = None, {}
 
     def raise_if_received(self) -> None:
-        """Raise PreemptedError if a signal was received."""
         if self.received is not None:
             raise PreemptedError(f"{self.received} asked this run to stop")
 

@@ -45,12 +45,10 @@ class RewardSettings:
 
 
 def marker_of(steps: Steps) -> str | None:
-    """Return the text after each step, or None for another rule."""
     return steps.removeprefix(MARKER) if steps.startswith(MARKER) else None
 
 
 def check_steps(option: str, steps: Steps) -> None:
-    """Refuse the value of ``option`` unless it is a rule for the ends of steps."""
     marker = marker_of(steps)
     if marker is None and steps not in STEP_RULES:
         raise unknown_name(option, steps, (*STEP_RULES, MARKER + "TEXT"))

@@ -198,7 +198,6 @@ def _is_label(text: str, start: int, end: int) -> bool:
 
 
 def _stripped(text: str, start: int, end: int) -> Span | None:
-    """Return the range without surrounding white space; None if nothing is left."""
     inside = text[start:end]
     left = len(inside) - len(inside.lstrip())
     return Span(start + left, start + len(inside.rstrip())) if inside.strip() else None
@@ -219,7 +218,6 @@ def token_step_ends(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]
 
 
 def check_marker(tokenizer: PreTrainedTokenizerBase, steps: Steps) -> None:
-    """Refuse a marker that no text of this tokenizer can hold."""
     marker = marker_of(steps)
     if marker is None:
         return

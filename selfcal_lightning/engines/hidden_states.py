@@ -57,7 +57,6 @@ class PromptStates:
 
 
 def check_gives_hidden_states(engine: EngineSettings) -> None:
-    """Raise InputError, with the reason, for an engine that gives no hidden states."""
     if engine.name in _REASONS:
         raise InputError(
             f"Expected `engine.name` to be transformers where hidden states are read, but got {engine.name!r}, "

@@ -45,24 +45,20 @@ class EngineSettings:
 
     @property
     def is_remote(self) -> bool:
-        """Whether a server has the model."""
         return self.name == "openai"
 
     @property
     def num_gpus(self) -> int:
-        """GPUs that one engine takes, where it runs on GPUs."""
         if self.name != "vllm":
             return 1
         vllm_args = {"tensor_parallel_size": 1, **self.engine_args, **self.engine_args.get("engine_args", {})}
         return vllm_args["tensor_parallel_size"] * vllm_args.get("pipeline_parallel_size", 1)
 
     def check_local(self) -> None:
-        """Raise InputError for a server, where the weights themselves are needed on this machine."""
         if self.is_remote:
             raise InputError("Expected `engine.name` to be transformers or vllm, but got 'openai', a server.")
 
     def of(self, *, revision: str | None = None, adapter: str | None = None) -> EngineOptions:
-        """Return the options for a model at ``revision`` with ``adapter``."""
         own = {**vars(self), "engine_args": dict(self.engine_args)}
         return EngineOptions(**{**own, "revision": revision, "adapter": adapter})
 

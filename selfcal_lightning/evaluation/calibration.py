@@ -104,7 +104,6 @@ def _metrics(test: str, side: str, pool: Pool, name: str, *, num_resamples: int)
 
 
 def _accuracy(test: str, side: str, pool: Pool, *, num_resamples: int) -> dict[str, Any]:
-    """Return the accuracy of a single response alone, without a confidence to compare it with."""
     for entry in pool:
         if any(sample.correct is None for sample in entry.samples):
             raise no_reference(entry.question.id)
@@ -147,7 +146,6 @@ def _compare(
 
 
 def _sample_line(name: str, before: PoolSummary, after: PoolSummary) -> str:
-    """Say what stands behind a test set's numbers: sizes, mean confidence, unreadable and left-out responses."""
     return (
         f"{name}: {before.num_questions} questions, {before.num_responses} + {after.num_responses} responses; "
         f"mean {before.confidence} {before.mean_confidence:.3f} -> {after.mean_confidence:.3f}; "
@@ -165,8 +163,6 @@ _SHIFT = 1.03  # intervals of several lines would lie on one another
 
 @dataclass(frozen=True)
 class VoteRow:
-    """The votes of one side of a test set."""
-
     test: str
     side: str
     is_weighted: bool
@@ -191,7 +187,6 @@ def votes_table(rows: Sequence[VoteRow]) -> Table:
 
 
 def votes_markdown(rows: Sequence[VoteRow]) -> str:
-    """Return the rows as a Markdown table."""
     heads, lines = _cells(rows)
     return markdown_table(heads, lines, rule=f"|---:|---|{'---:|' * (len(heads) - 2)}")
 
@@ -235,7 +230,6 @@ def _draw(axes: Axes, rows: Sequence[VoteRow]) -> None:
 
 
 def _cells(rows: Sequence[VoteRow], *, tight: bool = False) -> tuple[list[str], list[list[str]]]:
-    """Return the heads of the columns, and the cells of every line."""
     labels = list(dict.fromkeys(row.label for row in rows))
     lines = []
     for test in dict.fromkeys(row.test for row in rows):

@@ -70,7 +70,6 @@ class Reshuffles:
         return float(self._arrays[confidence].tokens.sum(axis=1).max()) if self._has_lengths else None
 
     def blocks(self) -> Iterator[Block]:
-        """Yield the orders, some at a time."""
         for block in self._orders.blocks():
             order, questions = block.position, block.questions
             rows = np.arange(len(order))[:, None] % (questions.stop - questions.start) + questions.start
@@ -88,8 +87,6 @@ class Reshuffles:
 
 @dataclass(frozen=True)
 class Job:
-    """A strategy to evaluate."""
-
     label: str
     strategy: GridStrategy
     grid: tuple[float, ...]
@@ -98,8 +95,6 @@ class Job:
 
 @dataclass(frozen=True)
 class StrategyCurve:
-    """A strategy at every setting of its grid on a pool."""
-
     strategy: str
     confidence: str | None
     parameter: str
@@ -128,7 +123,6 @@ def check_pool(pool: RecordedPool, name: str, *, max_samples: int | None = None)
 def evaluate_jobs(
     reshuffles: Reshuffles, jobs: Sequence[Job], *, progress: Callable[[int], None] | None = None
 ) -> list[StrategyCurve]:
-    """Run every job on every order of the pool."""
     size = {"num_orders": reshuffles.num_orders, "width": reshuffles.width}
     sums = [
         GridSums(job.strategy, job.grid, reshuffles.num_questions, most_tokens=most, **size)
@@ -197,7 +191,6 @@ def plan_of(label: str) -> Plan:
 
 
 def known_labels() -> list[str]:
-    """Return all labels: those above, and the names of the strategies that plug-ins registered."""
     names = {plan.name for plan in PLANS.values()}
     return [*PLANS, *(name for name in STRATEGIES if name not in names)]
 

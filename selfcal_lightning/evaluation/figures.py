@@ -49,7 +49,6 @@ def save_figure(figure: Figure, path: Path, *, dpi: int) -> None:
 
 
 def is_own_figure(path: Path) -> bool:
-    """Return whether :func:`save_figure` wrote the file."""
     with open(path, "rb") as file:
         head = file.read(_HEAD)
     return head.startswith(PNG_START) and MARK.encode() in head
@@ -126,7 +125,6 @@ def reliability_grid(diagrams: Mapping[str, Mapping[str, ReliabilityBins]], *, t
 
 
 def roc_figure(curves: Mapping[str, tuple[Array, Array]], *, title: str = "") -> Figure:
-    """Draw ROC curves with their areas in the legend."""
     figure = Figure(figsize=(4.2, 4.2), layout="constrained")
     axes = figure.subplots()
     colours = [AFTER] if len(curves) == 1 else [BEFORE, AFTER, RIGHT, WRONG, GREY]
@@ -144,7 +142,6 @@ def roc_figure(curves: Mapping[str, tuple[Array, Array]], *, title: str = "") ->
 
 
 def confidence_distribution(confidence: Array, correct: Array, *, num_bins: int = 20, title: str = "") -> Figure:
-    """Draw how confidence is distributed over right (upwards) and over wrong responses (downwards)."""
     probabilities, labels = as_probabilities(confidence), as_labels(correct)
     figure = Figure(figsize=(4.8, 3.4), layout="constrained")
     axes = figure.subplots()

@@ -49,15 +49,12 @@ class SamplingOptions:
 
 @dataclass(frozen=True)
 class ModelSide:
-    """A model as an evaluation sees it."""
-
     model: str
     adapter: str | None = None
     responses_of: str | None = None
 
 
 def model_sides(before: str | None, after: str | None, model: str | None, adapter: str | None) -> dict[str, ModelSide]:
-    """Return the sides that the options of ``selfcal evaluate`` name."""
     if model is not None and before is None and after is None:
         return {MODEL_SIDE: ModelSide(model, adapter)}
     if model is None and before is not None and None in (after, adapter):
@@ -88,7 +85,6 @@ def score_again(
 
 
 def _with_p_true(sample: Sample, name: str) -> Sample:
-    """Return the sample with its confidence ``name`` as its P(True), and no other one."""
     others = {known: value for known, value in sample.confidences.items() if known not in (name, P_TRUE)}
     value = sample.confidences.get(name)
     own = {} if value is None else {P_TRUE: value}
@@ -128,8 +124,6 @@ class TestSet:
 
 @dataclass(frozen=True)
 class ModelInputs:
-    """Models that are sampled now."""
-
     sides: Mapping[str, ModelSide]
     tests: Sequence[TestSet]
     calibration: TestSet | None
@@ -162,8 +156,6 @@ class PoolSource:
 
 @dataclass(frozen=True)
 class Inputs:
-    """What is evaluated."""
-
     tests: Mapping[str, Mapping[str, RecordedPool]]
     calibration: Mapping[str, RecordedPool]
     same_texts: Mapping[str, bool] = field(default_factory=dict)
@@ -336,7 +328,6 @@ def _are_equal(digests: Iterable[int]) -> bool:
 
 
 def check_names(tests: Sequence[TestSet]) -> None:
-    """Refuse test sets that are none, or whose names are not unique."""
     if not tests:
         raise InputError("Expected `tests` to name at least one, such as `--tests '[{name: id, task: gsm8k}]'`.")
     names = [check_path_name("tests.name", test.name) for test in tests]
@@ -347,7 +338,6 @@ def check_names(tests: Sequence[TestSet]) -> None:
 def sampling_run(
     test: TestSet, name: str, model: ModelSide, store: Path, options: SamplingOptions
 ) -> GenerationSettings:
-    """Return the run that samples a test set from a model."""
     return GenerationSettings(
         model=resolve_model(model.model),
         store_dir=str(store),

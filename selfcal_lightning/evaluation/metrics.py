@@ -31,8 +31,6 @@ SHORT_NAMES = {
 
 @dataclass(frozen=True)
 class PoolSummary:
-    """What one model's responses to one test set are like."""
-
     num_questions: int
     num_responses: int
     unreadable: float
@@ -63,7 +61,6 @@ def no_reference(question_id: str) -> InputError:
 
 
 def summarise(pool: Sequence[QuestionSamples], *, name: str | None = P_TRUE) -> PoolSummary:
-    """Count what is in a pool whose metrics are about the confidence ``name``."""
     samples = [sample for entry in pool for sample in entry.samples]
     found = (None if name is None else confidence_of(sample, name) for sample in samples)
     confidences = [value for value in found if value is not None]
@@ -102,7 +99,6 @@ def estimate_keys(key: str, estimate: Estimate) -> dict[str, float | int | str |
 def result_keys(
     test: str, changes: Mapping[str, MetricChange], pools: Sequence[Sequence[QuestionSamples]], *, name: str = P_TRUE
 ) -> dict[str, float | int | str | None]:
-    """Flatten the comparison of two pools to the fixed keys of ``results.json``."""
     flat: dict[str, float | int | str | None] = {}
     for row in changes.values():
         for part in (*SIDES, "change", "ratio"):
@@ -114,7 +110,6 @@ def result_keys(
 
 
 def debiased_error(pool: Sequence[QuestionSamples], name: str) -> float | None:
-    """Return the calibration error of the confidence ``name`` less what chance adds to it."""
     scored = scored_responses(pool, name=name)
     return debiased_calibration_error(scored.confidence, scored.correct, scored.question_index)
 
@@ -122,7 +117,6 @@ def debiased_error(pool: Sequence[QuestionSamples], name: str) -> float | None:
 def summary_keys(
     test: str, side: str, pool: Sequence[QuestionSamples], *, name: str | None = P_TRUE
 ) -> dict[str, float | int | str | None]:
-    """Return what a pool holds under the keys ``own.{test}.{count}.{side}``; ``confidence`` is a name."""
     summary: dict[str, Any] = asdict(summarise(pool, name=name))
     return {f"own.{test}.{key}.{side}": value for key, value in summary.items()}
 
@@ -193,5 +187,4 @@ def _number(value: float | None) -> str:
 
 
 def caution(questions: int | None) -> str:
-    """Return what follows the figures of so few questions."""
     return f"; {questions} questions are too few to tell much" if questions and questions < FEW_QUESTIONS else ""

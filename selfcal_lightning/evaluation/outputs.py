@@ -36,7 +36,6 @@ MOST_COLUMNS = 4  # besides the names of strategies, on a terminal of 80 columns
 
 
 def show_strategies(report: StrategyReport, console: Console, *, num_reshuffles: int) -> None:
-    """Print the tables of one test set, one after the other for each side, and what a reader must know."""
     orders = f"{num_reshuffles} orders" if num_reshuffles else "the recorded order"
     size = f"{report.num_questions} questions, {orders}"
     for side in report.unreadable:
@@ -186,7 +185,6 @@ def saving_table(rows: Sequence[SavingRow]) -> Table:
 
 
 def consensus_table(rows: Sequence[ConsensusRow], scores: Mapping[str, Sequence[str]]) -> Table:
-    """Return how often near-unanimous winners are right, and what each confidence is worth on single responses."""
     above = f"> {rows[0].threshold:g}" if rows else ""
     heads = ["confidence", "AUROC", "within", "ECE", f"winners {above}", "of them right", "AURC"]
     table = rich_table(heads, left=heads[:1], no_wrap=True)
@@ -208,7 +206,6 @@ def break_even_table(rows: Sequence[BreakEvenRow]) -> Table:
 
 
 def strategies_markdown(report: StrategyReport) -> str:
-    """Return what a reader must know, and every row as Markdown tables with intervals and tokens."""
     scores = score_cells(report)
     tables = [
         (
@@ -242,7 +239,6 @@ def strategies_markdown(report: StrategyReport) -> str:
 
 
 def curves_csv(curves: Mapping[str, Sequence[Resampled]]) -> str:
-    """Return every point of every curve as CSV, full precision."""
     heads = ("test", "side", "strategy", "confidence", "parameter", "setting")
     numbers = ("accuracy", "accuracy_low", "accuracy_high", "samples", "tokens")
     lines = []

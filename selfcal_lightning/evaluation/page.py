@@ -45,20 +45,12 @@ def write_page(
     redact: bool = False,
     colours: Callable[[Sequence[QuestionSamples]], list[list[TokenColours]]] | None = None,
 ) -> None:
-    """Write the report of ``tests``, {test set: {system: samples with their texts}}, to ``path``.
+    """Write the report of ``tests``, {test set: {system: samples with their texts}}: of one system, or two to compare.
 
     The file is self-contained: a Content-Security-Policy keeps it from the network, data are compressed columns, and
-    texts of models are only ever set as text.
-
-    Args:
-        path: The file, new or of an earlier report.
-        tests: One system, or two to compare.
-        results: Keys of ``results.json``, for the table of numbers.
-        title: What was run.
-        sentences: The verdict in words.
-        threshold: Where the replayed stopping rule begins.
-        redact: Leave out the texts of questions and responses, and the answers.
-        colours: Returns the tokens of each response, [question][sample], to colour them.
+    texts of models are only ever set as text. It is new, or replaces an earlier report. ``results`` has the keys of
+    ``results.json``; the replayed stopping rule begins at ``threshold``; ``redact`` leaves out the texts of questions
+    and responses, and the answers; ``colours`` returns the tokens of each response, [question][sample], to colour them.
     """
     systems = list(dict.fromkeys(system for pools in tests.values() for system in pools))
     _check_replaceable(path)
@@ -136,7 +128,6 @@ def compare_pages(path: Path, reports: Mapping[str, Path], *, title: str) -> tup
 
 
 def _chosen(index: Mapping[str, Any], row: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """Return the samples of the last system of a row, with these confidences."""
     run = row["s"][-1]
     if run is None:
         raise InputError(f"Question {row['id']!r} has no responses of {index['systems'][-1]}.")
@@ -144,7 +135,6 @@ def _chosen(index: Mapping[str, Any], row: Mapping[str, Any], names: Sequence[st
 
 
 def _read(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Return the index and the texts of a report."""
     if not _is_report(path):
         raise InputError(f"{path} is not a report of this program.")
     found = {name: content for name, content in PACKED.findall(path.read_text(encoding="utf-8"))}

@@ -72,13 +72,11 @@ def paper_curves(pool: RecordedPool, confidence: str | None) -> list[PaperCurve]
 
 
 def aggregation_csv(curves: Sequence[PaperCurve]) -> str:
-    """Return the last point of each curve: accuracy in percent and mean responses used."""
     rows = [[c.method, 100.0 * float(c.accuracy[-1]), float(c.used[-1])] for c in curves]
     return csv_text(["Method", "Accuracy(%)", "Avg_Responses_Used"], rows)
 
 
 def metric_csv(curves: Sequence[PaperCurve]) -> str:
-    """Return :func:`metric_rows` as CSV; empty where a curve has no point within the level."""
     methods = [curve.method for curve in curves if curve.method != ORACLE]
     rows = [
         [level, *(None if row[name] is None else f"{row[name]:g}" for name in methods)]
@@ -106,7 +104,6 @@ def _last_within(curve: PaperCurve, level: int) -> float | None:
 
 
 def _readable(pool: RecordedPool) -> list:
-    """Return the questions with their readable responses only; those without any are left out."""
     entries = [
         replace(entry, samples=tuple(sample for sample in entry.samples if sample.answer)) for entry in pool.entries
     ]
@@ -145,13 +142,11 @@ def run_paper(
 
 
 def check_one_confidence(confidences: Sequence[str] | None) -> None:
-    """Raise InputError where several confidences are named, or an empty list: the published protocol takes one."""
     if confidences is not None and len(confidences) != 1:
         raise InputError(f"Expected one of `confidences` for the published protocol, but got {list(confidences)}.")
 
 
 def _show(title: str, curves: Sequence[PaperCurve]) -> None:
-    """Print, for every method, the accuracy within each level and the end of its curve."""
     rows = metric_rows(curves)
     levels = [level for level in LEVELS if level == LEVELS[0] or level < 2 * max(curve.used[-1] for curve in curves)]
     heads = ["method", *(f"≤{level}" for level in levels), "last: accuracy %", "responses"]

@@ -38,8 +38,6 @@ NEAR_UNANIMOUS = 0.9
 
 @dataclass(frozen=True)
 class Contender:
-    """A strategy on the samples of a model, with the confidence that it reads."""
-
     side: str
     strategy: str
     confidence: str | None
@@ -130,7 +128,6 @@ class Resampled:
 
     @property
     def grid(self) -> tuple[float, ...]:
-        """The settings, G."""
         return self.curve.outcome.grid
 
     @property
@@ -143,7 +140,6 @@ class Resampled:
         return low, high
 
     def costs(self, setting: int) -> dict[str, Any]:
-        """Return mean samples and tokens at a setting."""
         tokens = None if self.tokens is None else estimate_of(self.tokens[setting])
         return {"samples": estimate_of(self.samples[setting]), "tokens": tokens}
 
@@ -175,7 +171,6 @@ def resample_curves(
 
 
 def reference_of(resampled: Sequence[Resampled]) -> Resampled:
-    """Return plain self-consistency of the first side."""
     wanted = Contender(resampled[0].contender.side, REFERENCE, None)
     return next(row for row in resampled if row.contender == wanted)
 
@@ -190,7 +185,6 @@ def setting_for(row: Resampled, budget: int) -> int | None:
 
 
 def budget_rows(resampled: Sequence[Resampled], budgets: Sequence[int]) -> list[BudgetRow]:
-    """Return every contender at every budget that it can keep; see :func:`setting_for`."""
     reference = reference_of(resampled)
     full = reference.accuracy[-1]
     rows = []
@@ -215,7 +209,6 @@ def budget_rows(resampled: Sequence[Resampled], budgets: Sequence[int]) -> list[
 
 
 def saving_rows(resampled: Sequence[Resampled], targets: Sequence[int]) -> list[SavingRow]:
-    """Return what every contender pays for the accuracy of self-consistency with each of ``targets`` samples."""
     reference = reference_of(resampled)
     rows = []
     wanted_positions = [reference.grid.index(target) for target in targets]

@@ -59,8 +59,6 @@ from selfcal_lightning.metrics.calibration import ReliabilityBins, reliability_b
 
 @dataclass(frozen=True)
 class Calibrated:
-    """What came of a side's calibration questions."""
-
     names: tuple[str, ...]
     scorers: tuple[FittedScorer, ...]
     first_half: WeighedPool | None
@@ -88,8 +86,6 @@ def calibrate_side(
 
 @dataclass(frozen=True)
 class EvaluatedTest:
-    """The samples of a test set as strategies see them."""
-
     name: str
     width: int
     pools: Mapping[str, WeighedPool]
@@ -179,7 +175,6 @@ class SideStrategies:
         self.on_calibration, self._tuned_at = cache(self._run_calibration), cache(self._tune)
 
     def run(self, weighed: WeighedPool, width: int, *, name: str) -> list[StrategyCurve]:
-        """Run all strategies on some samples."""
         settings, source = self._settings, self.calibrated.second_half or weighed
         with Stage(f"Tuning strategies for {name}, {self.side}"):
             jobs = make_jobs(
@@ -218,7 +213,6 @@ class SideStrategies:
 
 
 def confidence_findings(side: str, scores: Sequence[ConfidenceScores], rows: Sequence[BudgetRow]) -> list[str]:
-    """Return a sentence for each confidence of a side, on the best strategy at the budget shown in full."""
     if not rows:
         return []
     budget = headline(sorted({row.budget for row in rows}))
@@ -245,8 +239,6 @@ def _finding(side: str, score: ConfidenceScores, budget: int, rows: Sequence[Bud
 
 @dataclass(frozen=True)
 class StrategyReport:
-    """What strategies do on one test set."""
-
     test: str
     width: int
     num_questions: int
@@ -279,7 +271,6 @@ def run_strategies(
 
 
 def report_on(test: EvaluatedTest, resampled: Sequence[Resampled], settings: StrategySettings) -> StrategyReport:
-    """Return what the curves of a test set say."""
     savings = saving_rows(resampled, settings.targets or default_targets(test.width))
     budgets = budget_rows(resampled, settings.budgets or powers_of_two(test.width))
     tables = {
@@ -316,12 +307,10 @@ def report_on(test: EvaluatedTest, resampled: Sequence[Resampled], settings: Str
 
 
 def default_targets(width: int) -> list[int]:
-    """Return the sizes of the votes that are to be matched."""
     return [target for target in (4, 8, 16) if target <= width] or [width]
 
 
 def _reliability(weighed: WeighedPool, table: ResponseTable) -> dict[str, ReliabilityBins]:
-    """Return the diagram of each confidence that is a probability, over the responses that have it."""
     return {
         name: reliability_bins(values[is_there], table.correct[is_there] == 1.0)
         for name, values in zip(weighed.confidences, table.values.T, strict=True)
@@ -330,7 +319,6 @@ def _reliability(weighed: WeighedPool, table: ResponseTable) -> dict[str, Reliab
 
 
 def _bias_notes(scores: Mapping[str, Sequence[ConfidenceScores]]) -> Iterator[str]:
-    """Say how much of the calibration errors is due to chance."""
     for side, rows in scores.items():
         errors = [f"{row.ece_debiased:.3f} ({row.name})" for row in rows if row.ece_debiased is not None]
         if errors:
@@ -338,7 +326,6 @@ def _bias_notes(scores: Mapping[str, Sequence[ConfidenceScores]]) -> Iterator[st
 
 
 def _notes(test: EvaluatedTest, settings: StrategySettings, *, has_calibration: bool) -> list[str]:
-    """Say what a reader of the numbers must know."""
     notes, width = [], test.width
     pools = [found.pool for found in test.pools.values()]
     if any(len(entry.samples) > width for pool in pools for entry in pool.entries):

@@ -44,7 +44,6 @@ def markdown_table(heads: Sequence[str], rows: Iterable[Sequence[str]], *, rule:
 
 
 def csv_text(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """Return rows as CSV in full precision; None is an empty cell."""
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows([header, *rows])
     return text.getvalue()
@@ -62,7 +61,6 @@ def format_estimate(estimate: Estimate, *, signed: bool = False, tight: bool = F
 
 
 def metric_label(metric: str) -> str:
-    """Return what people call a metric, with an arrow to its better side; an unknown key stands for itself."""
     if metric not in METRIC_NAMES:
         return metric
     name, higher_is_better = METRIC_NAMES[metric]
@@ -96,7 +94,6 @@ def comparison_table(rows: Sequence[tuple[str, MetricChange]], *, title: str = "
 
 
 def comparison_markdown(rows: Sequence[tuple[str, MetricChange]]) -> str:
-    """Return the rows as a Markdown table; changes beyond their interval are bold."""
     lines = []
     for split, row in rows:
         before, after = format_estimate(row.before), format_estimate(row.after)
@@ -107,7 +104,6 @@ def comparison_markdown(rows: Sequence[tuple[str, MetricChange]]) -> str:
 
 
 def comparison_csv(rows: Sequence[tuple[str, MetricChange]]) -> str:
-    """Return the rows as CSV with a header, full precision, and empty cells where a value is not defined."""
     columns = [f"{name}{end}" for name in _HEADER[2:] for end in ("", "_low", "_high")]
     lines = [
         [row.metric, split, *(n for e in (row.before, row.after, row.change) for n in (e.value, e.low, e.high))]

@@ -93,7 +93,6 @@ def _sides_of(fitted: FittedThreshold, test: EvaluatedTest, console: Console) ->
 
 
 def _check_runnable(fitted: FittedThreshold, strategy: Strategy, weighed: WeighedPool, width: int) -> None:
-    """Raise unless the threshold applies to these samples: the same procedure as in the fit."""
     entries = weighed.pool.entries
     check_not_fitted_on(entries, fitted)
     if strategy.max_samples > width:
@@ -136,7 +135,6 @@ def _judge_risk(
 
 
 def _words(value: Any) -> str:
-    """Return a number, or a value with its interval, as text."""
     if not isinstance(value, dict):
         return "none" if value is None else f"{value:.4g}"
     return format_estimate(Estimate(value["value"], value["low"], value["high"]))

@@ -59,7 +59,6 @@ class Answer:
 
     @property
     def samples_used(self) -> int:
-        """Number of samples used for the answer."""
         return self.verdict.samples_used
 
     @property
@@ -97,7 +96,6 @@ class Answer:
         }
 
     def as_text(self) -> str:
-        """Return question, answer, confidence and cost as text."""
         verdict = self.verdict
         if self.withheld_by is not None:
             answer = f"(withheld: {self.withheld_by})"
@@ -134,7 +132,6 @@ def best_response(verdict: Verdict, samples: Sequence[Sample], confidence: str |
 
 
 def summarise(answers: Sequence[Answer], *, failed: int) -> str:
-    """Summarise a run's answers and cost in one line."""
     verdicts = [answer.verdict for answer in answers]
     parts = [
         f"{len(answers):,} questions",

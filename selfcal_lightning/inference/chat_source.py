@@ -39,7 +39,6 @@ class Capabilities:
     n: bool  # draws several responses to one request
 
     def describe(self) -> str:
-        """Say what is there, and which confidences fall away."""
         has = [name for name in ("ids", "logprobs", "n") if getattr(self, name)]
         lacks = "" if self.ids else " Without ids there is no p_true, and no adapter can be read."
         lacks += "" if self.logprobs else " Without logprobs there is no likelihood and no cocoa."
@@ -194,7 +193,6 @@ class ChatSource:
             self._place.pop(number, None)
 
     async def _sample(self, asked: _Asked, index: int) -> RecordedResponse:
-        """Draw a response, and ask how likely it is right."""
         until, draws = asyncio.get_running_loop().time() + self._deadline, asked.draws
         body: dict[str, Any] = {
             "model": self._model, "messages": [*draws.turns], "temperature": draws.sampling.temperature,

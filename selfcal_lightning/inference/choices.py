@@ -37,7 +37,6 @@ def choose_strategy(
     scorers: Sequence[FittedScorer | LiveScorer] = (),
     fitted: FittedThreshold | None = None,
 ) -> Strategy:
-    """Return the strategy that the options name."""
     if name is not None:
         check_can_answer(name)
     if fitted is not None:
@@ -60,13 +59,11 @@ def choose_strategy(
 def load_fitted_files(
     scorers: Sequence[str] | str, threshold_file: str | None
 ) -> tuple[list[FittedScorer], FittedThreshold | None]:
-    """Read the fitted confidences, in order, and the fitted threshold."""
     paths = [scorers] if isinstance(scorers, str) else list(scorers)
     return load_scorers(paths), None if threshold_file is None else FittedThreshold.load(threshold_file)
 
 
 def check_sampled_alike(fitted: FittedThreshold, fingerprint: StoreFingerprint) -> None:
-    """Refuse to sample differently from the responses that a threshold was fitted on."""
     plain = fingerprint.as_json()
     facts = {name: plain[name] for name in ("model", "prompt", "sampling")}
     if changed := fitted.sampling_differences(facts):
@@ -110,7 +107,6 @@ class CalibratedDefaults:
 
     @classmethod
     def of(cls, model: str, adapter: str | None) -> CalibratedDefaults:
-        """Read them from the adapter's manifest, or from the model's if there is no adapter."""
         folder, manifest = _calibration(model, adapter)
         store = manifest.get("store") or {}
         tasks = store.get("tasks") or []
@@ -123,7 +119,7 @@ class CalibratedDefaults:
         )
 
     def sampling_for(self, given: SamplingSettings | None) -> SamplingSettings:
-        """Return the given sampling settings, or those of the calibration."""
+        """Return the given settings or else those of the calibration, which it prints."""
         if given is not None or self.sampling is None:
             return given or SamplingSettings()
         shown = ", ".join(f"{name} {value}" for name, value in asdict(self.sampling).items())
@@ -131,7 +127,7 @@ class CalibratedDefaults:
         return self.sampling
 
     def strategy_fields(self) -> dict[str, float]:
-        """Return the early-stopping threshold chosen by `fit`, if any."""
+        """Return the early-stopping threshold chosen by `fit`, if any, and print it."""
         if self.threshold is None:
             return {}
         say(
@@ -142,7 +138,6 @@ class CalibratedDefaults:
 
 
 def promise_note(fitted: FittedThreshold) -> str:
-    """Say what a threshold guarantees, and which of its conditions cannot be checked here."""
     unknown = " How its calibration responses were sampled is not known, so sample answers in the same way."
     return f"{fitted.name}: {fitted.promise}{'' if fitted.sampled_by else unknown}"
 

@@ -56,8 +56,6 @@ def run_strategy(
 
 @dataclass(slots=True)
 class _OpenQuestion:
-    """A question in progress."""
-
     question: Question
     solving: Solving
     ask: Ask | None = None
@@ -68,7 +66,6 @@ class _OpenQuestion:
     exhausted: bool = False
 
     def take_in(self, sample: Sample) -> None:
-        """Store a sample that arrived with others of its kind."""
         self.arrived.setdefault(self.order.popleft(), deque()).append(sample)
 
     def missing(self, ask: Ask) -> int:
@@ -86,7 +83,6 @@ class _OpenQuestion:
 
     @property
     def unseen(self) -> list[Sample]:
-        """Samples that arrived and that the strategy has not seen."""
         return [sample for samples in self.arrived.values() for sample in samples]
 
 
@@ -181,7 +177,6 @@ class Driver:
             self._advance([opened])
 
     def _look_ahead(self) -> None:
-        """Start samples ahead of demand, one per question in turn, within the budget."""
         for ahead in range(1, self.lookahead + 1):
             for opened in self._open.values():
                 if self.source.in_flight >= self.source.target:
@@ -226,7 +221,6 @@ class Driver:
         return None
 
     def _with_costs(self, verdict: Verdict, opened: _OpenQuestion, waste: Waste) -> Verdict:
-        """Return the verdict with its cost: samples used and everything generated."""
         price = self.source.query_tokens
         made = (*opened.handed, *opened.unseen)
         delivered = total_tokens(made, price)

@@ -45,7 +45,6 @@ def register_strategy(strategy: type) -> type:
 
 
 def make_strategy(name: str, **settings: Any) -> Strategy:
-    """Return the strategy ``name`` with these fields."""
     known = setting_names(name)
     for setting in settings:
         if setting not in known:
@@ -58,13 +57,11 @@ def make_strategy(name: str, **settings: Any) -> Strategy:
 
 
 def check_can_answer(name: str) -> None:
-    """Refuse an oracle, which reads the reference."""
     if name in ORACLES:
         raise InputError(f"Expected `strategy` to be one that can answer, but got {name!r}, which knows the reference.")
 
 
 def unknown_strategy(option: str, name: str, known: Iterable[str]) -> InputError:
-    """Return the error for a name that is not a strategy for recorded samples."""
     if name not in SEARCHES:
         return unknown_name(option, name, list(known))
     return InputError(
@@ -74,7 +71,6 @@ def unknown_strategy(option: str, name: str, known: Iterable[str]) -> InputError
 
 
 def setting_names(name: str) -> tuple[str, ...]:
-    """Return the names of the fields of the strategy ``name``."""
     if name not in STRATEGIES:
         raise unknown_strategy("strategy", name, STRATEGIES)
     return tuple(field.name for field in fields(STRATEGIES[name]))

@@ -79,8 +79,6 @@ class SampleSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """How the samples of one question are drawn."""
-
     prompt_ids: tuple[int, ...]
     sampling: SamplingSettings
     seed: int
@@ -92,17 +90,14 @@ class Draws:
 
 
 def cut_at(text: str, stops: Sequence[str]) -> str:
-    """Return a text up to the first of the stops."""
     return text[: min((at for stop in stops if (at := text.find(stop)) >= 0), default=len(text))]
 
 
 def needs_query(confidence: str | None, scorers: Sequence[SampleScorer]) -> bool:
-    """Return whether the strategy or a scorer reads P(True)."""
     return P_TRUE in {confidence, *(name for scorer in scorers for name in scorer.requires)}
 
 
 def check_live(confidence: str | None, scorers: Sequence[SampleScorer]) -> None:
-    """Raise unless live samples carry ``confidence`` and the inputs of ``scorers``."""
     read = [*(() if confidence is None else (confidence,)), *(name for scorer in scorers for name in scorer.requires)]
     refuse_looking_ahead(dict.fromkeys(read), scorers)
     known = list(STORED)
@@ -137,30 +132,18 @@ class _Asked:
 
 
 class EngineSource:
-    """Live samples from an engine.
+    """Live samples from an engine, which must have no other requests in flight.
 
     Sample ``index`` of a question has the same seed as in ``selfcal generate`` with the same run seed and round, so a
     live run sees the samples that a recorded run replays. Responses are read, verified and scored in index order; one
     that finishes early waits for its predecessors. The P(True) query is asked only if the strategy or a scorer reads
     it. A sample that continues a prefix is read as a whole response and cut at the same length.
 
-    Args:
-        engine: The engine; it must have no other requests in flight.
-        chat: Renders prompts and the confidence query.
-        sampling: Sampling settings.
-        seed: Seed of the run.
-        round: Generation round.
-        scorers: Fitted scorers that add confidences to every sample.
-        tasks: Returns a task by name.
-        target: Samples to keep in flight; None means 1.25 times the engine's batch.
-        patience: Longest wait of ``poll`` in seconds; None waits for a response.
-        draws: Returns how a question is drawn; None draws all alike.
-        stops: Finds the ends of steps, for strategies that sample step by step.
-        on_failed: Called with a message when requests fail. Their samples are unreadable.
-        max_failures: Consecutive failures after which ``poll`` raises ``EngineStoppedError``.
-
-    Attributes:
-        failed: Number of samples whose requests failed.
+    ``target`` samples are kept in flight, 1.25 times the engine's batch if None. ``poll`` waits ``patience`` seconds at
+    most; None waits for a response. ``draws`` returns how a question is drawn; None draws all alike. ``stops`` finds
+    the ends of steps, for strategies that sample step by step. Where requests fail, their samples are unreadable and
+    counted in ``failed``, ``on_failed`` is called with a message, and after ``max_failures`` in a row ``poll`` raises
+    ``EngineStoppedError``.
     """
 
     def __init__(
@@ -198,7 +181,7 @@ class EngineSource:
 
     @property
     def target(self) -> int:
-        """Number of samples to keep in flight; a little more than a batch, so that no slot waits for us."""
+        """A little more than a batch, so that no slot waits for us."""
         return self._target or self._engine.batch_size + self._engine.batch_size // 4
 
     def prepare(self, questions: Sequence[Question], *, confidence: str | None) -> None:
@@ -217,7 +200,7 @@ class EngineSource:
         self._prompts |= prompts
 
     def submit(self, question_id: str, count: int, kind: AskKind = WHOLE) -> int:
-        """Queue the next ``count`` samples of a question for the next poll; a live source never runs out."""
+        """Queue the samples for the next poll; a live source never runs out."""
         if kind.to_step_end and self._stops is None:
             raise InputError("Expected `stops` for a strategy that samples step by step.")
         if question_id not in self._open:
@@ -384,7 +367,6 @@ class EngineSource:
         return Waste(len(cut) + len(asked.finished) + asked.dropped, sum(cut) + sum(whole) + asked.thrown)
 
     def _finished_responses(self) -> dict[str, Response | None]:
-        """Return finished responses by request; None for failed ones."""
         try:
             responses = self._engine.poll() if self._patience is None else self._engine.poll(self._patience)
         except RequestsFailedError as error:
@@ -418,14 +400,9 @@ class EngineSource:
 class ReplaySource:
     """Replays recorded samples in order, with their recorded answers and verdicts.
 
-    A started sample counts as fully generated, so lookahead is charged at its full price.
-
-    Args:
-        pool: The recorded samples.
-        scorers: Fitted scorers that add confidences to every sample.
-        query_tokens: Tokens of the confidence query, added to every sample if the strategy or a scorer reads P(True).
-        target: Samples to keep in flight. With 1, questions run one after the other.
-
+    A started sample counts as fully generated, so lookahead is charged at its full price. ``query_tokens``, those of
+    the confidence query, are added to every sample if the strategy or a scorer reads P(True). With a ``target`` of 1
+    sample in flight, questions run one after the other.
     """
 
     def __init__(

@@ -66,7 +66,6 @@ class GridOutcome:
 
     @property
     def num_questions(self) -> int:
-        """Number of questions Q."""
         return self.sum_correct.shape[1]
 
     @property
@@ -133,7 +132,6 @@ class GridSums:
             _add(self._tokens[:, questions], spent[rows, outcome.used])
 
     def outcome(self) -> GridOutcome:
-        """Return the sums, once all orders were added."""
         return GridOutcome(self._grid, self._correct, self._samples, self._tokens, self._num_orders)
 
 
@@ -151,7 +149,6 @@ def grid_outcome(
     num_reshuffles: int = NUM_RESHUFFLES,
     seed: int = SEED,
 ) -> GridOutcome:
-    """Return the cost and accuracy of ``strategy`` at every value of ``grid``."""
     if not len(grid):
         raise InputError("Expected `grid` to hold at least one value.")
     arrays = PoolArrays.from_samples(pool, confidence=strategy.confidence)
@@ -190,7 +187,6 @@ def confidence_quantiles(pool: Sequence[QuestionSamples], name: str) -> tuple[fl
 
 
 def as_gridded(strategy: Strategy) -> GridStrategy:
-    """Return ``strategy``; raise InputError unless it names the field that a grid sets."""
     if not hasattr(strategy, "grid_parameter"):
         raise InputError(f"Expected {strategy.name} to name the field that a grid sets as `grid_parameter`.")
     return cast("GridStrategy", strategy)
@@ -198,8 +194,6 @@ def as_gridded(strategy: Strategy) -> GridStrategy:
 
 @dataclass(frozen=True)
 class CalibrationPool:
-    """Checked calibration questions for choosing a threshold."""
-
     entries: tuple[QuestionSamples, ...]
     scorers: tuple[FittedScorer, ...]
     fitted_on: FittedOn
@@ -224,7 +218,6 @@ def calibration_pool(
 def ready_entries(
     strategy: Strategy, pool: Sequence[QuestionSamples], scorers: Sequence[FittedScorer]
 ) -> tuple[QuestionSamples, ...]:
-    """Return the questions with the scorers' confidences, after checking what the strategy needs."""
     unknown = next((e.question.id for e in pool if any(sample.correct is None for sample in e.samples)), None)
     if unknown is not None:
         raise InputError(f"Expected every calibration question to have a reference answer, but {unknown!r} has none.")
@@ -301,7 +294,6 @@ class FittedThreshold:
 
     @property
     def promise(self) -> str:
-        """What it promises; only an error rate is guaranteed."""
         where = f"the {self.fitted_on.num_questions} calibration questions"
         if self.target == "risk" and self.delta is not None:
             return (
@@ -350,30 +342,25 @@ class FittedThreshold:
         ]
 
     def answers(self, verdict: Verdict) -> bool:
-        """Return whether a verdict is given (True) or withheld (False); only a risk target withholds."""
         if verdict.answer is None:
             return False
         return self.target != "risk" or (verdict.confidence is not None and verdict.confidence >= self.threshold)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the threshold as plain JSON types, with its promise for human readers."""
         names = [field.name for field in fields(self) if field.name != "fitted_on"]
         content = {name: dict(value) if isinstance(value := getattr(self, name), Mapping) else value for name in names}
         return {**content, "promise": self.promise, "fitted_on": self.fitted_on.as_json()}
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> FittedThreshold:
-        """Read what :meth:`as_json` wrote."""
         names = [field.name for field in fields(cls) if field.name != "fitted_on"]
         return cls(**{name: content[name] for name in names}, fitted_on=FittedOn.from_json(content["fitted_on"]))
 
     def save(self, path: str | Path) -> None:
-        """Write the threshold to a JSON file."""
         save_fitted(path, KIND, self.as_json())
 
     @classmethod
     def load(cls, path: str | Path) -> FittedThreshold:
-        """Read a threshold from the JSON file that :meth:`save` wrote."""
         content = load_fitted(path, (KIND,))[1]
         try:
             return cls.from_json(content)
@@ -383,7 +370,6 @@ class FittedThreshold:
 
 
 def fields_of(strategy: Strategy) -> dict[str, Any]:
-    """Return a strategy's fields by name."""
     return {field.name: getattr(strategy, field.name) for field in fields(strategy)}  # type: ignore[arg-type]
 
 
@@ -419,16 +405,10 @@ def fit_goal_threshold(
 ) -> FittedThreshold:
     """Choose when a strategy stops, on calibration questions.
 
-    Args:
-        strategy: The strategy.
-        pool: The calibration questions.
-        goal: "budget" takes the most accurate setting that uses at most ``value`` samples per question on average, the
-            cheapest on ties; "accuracy" the cheapest setting that reaches ``value``, the most accurate on ties.
-        value: The goal's value.
-        grid: Settings to choose from; None takes those of :func:`grid_of`.
-        scorers: Fitted confidences to add.
-        num_reshuffles: Random orders of each question's samples to average over.
-        seed: Seeds the orders.
+    The goal "budget" takes the most accurate setting that uses at most ``value`` samples per question on average, the
+    cheapest on ties; "accuracy" the cheapest setting that reaches ``value``, the most accurate on ties. The grid is
+    that of :func:`grid_of` if None. Outcomes are means over ``num_reshuffles`` random orders of each question's
+    samples.
     """
     if not 0.0 < value <= (math.inf if goal == "budget" else 1.0):
         raise InputError(f"Expected `{goal}` to be above 0{'' if goal == 'budget' else ' and at most 1'}, got {value}.")

@@ -61,7 +61,6 @@ class PoolArrays:
     def from_samples(
         cls, pool: Sequence[QuestionSamples], *, confidence: str | None = None, query_tokens: int = 0
     ) -> PoolArrays:
-        """Build the arrays from samples."""
         width = max((len(entry.samples) for entry in pool), default=0)
         shape = len(pool), width
         answer = np.full(shape, UNREADABLE, dtype=np.int32)
@@ -99,7 +98,6 @@ class PoolArrays:
         return replace(self, confidence=values, tokens=tokens, drawn=drawn)
 
     def entry(self, row: int) -> QuestionSamples:
-        """Return the samples of a row, in its order, with their question."""
         if self.drawn is None:
             raise InputError("Expected arrays made by `PoolArrays.from_samples`.")
         entry = self.drawn.entries[self.drawn.row[row]]
@@ -150,8 +148,6 @@ ROWS_AT_ONCE = 8192
 
 @dataclass(frozen=True)
 class OrderBlock:
-    """Stacked orders of some consecutive questions."""
-
     questions: slice
     position: Integers
     num_finished: int
@@ -178,7 +174,6 @@ class Orders:
 
     @property
     def num_orders(self) -> int:
-        """Total number of orders, at least one."""
         return max(self.num_reshuffles, 1)
 
     def blocks(self) -> Iterator[OrderBlock]:
@@ -248,7 +243,6 @@ class VoteStep:
 
 
 def votes_of(pool: PoolArrays, *, weighted: bool, width: int | None = None) -> Votes:
-    """Return the votes among the first ``width`` samples of every question."""
     # Columns lie next to each other in memory, since everything below goes from sample to sample.
     answer = pool.answer[:, :width].T.astype(np.int64, order="C")
     num_samples, num_questions = answer.shape
@@ -348,7 +342,6 @@ def first_crossing(scores: Floats, grid: Sequence[float] | Floats | Integers) ->
 def outcome_at(
     crossing: Integers, answer: NDArray[np.integer], *, fallback: NDArray[np.integer], length: Integers
 ) -> CurveOutcome:
-    """Return the outcome of a rule that fires at ``crossing``, with ``fallback`` where it never does."""
     width = answer.shape[1]
     table = np.concatenate([answer, fallback[:, None]], axis=1).astype(np.int32)
     fires = crossing < width
@@ -363,14 +356,12 @@ def outcome_of_budgets(answer: NDArray[np.integer], budgets: Integers, length: I
 
 
 def as_budgets(grid: Sequence[float], name: str = "max_samples") -> Integers:
-    """Return a grid of numbers of samples as int64 [G]."""
     for value in grid:
         check_positive(int(value) if float(value).is_integer() else value, name)  # type: ignore[arg-type]
     return np.asarray(grid, dtype=np.int64)
 
 
 def as_thresholds(grid: Sequence[float]) -> Floats:
-    """Return a grid of thresholds as float64 [G]."""
     for value in grid:
         check_number(float(value), "threshold")
     return np.asarray(grid, dtype=np.float64)
@@ -392,13 +383,11 @@ def power_of_two(exponent: Integers) -> Floats:
 
 
 def curve_of(strategy: GridStrategy, pool: PoolArrays, grid: Sequence[float]) -> CurveOutcome:
-    """Return the outcome of ``strategy`` on a pool at each value of a grid, by its ``curve`` or by replaying it."""
     curve: Callable[[PoolArrays, Sequence[float]], CurveOutcome] | None = getattr(strategy, "curve", None)
     return replayed_curve(strategy, pool, grid) if curve is None else curve(pool, grid)
 
 
 def replayed_curve(strategy: GridStrategy, pool: PoolArrays, grid: Sequence[float]) -> CurveOutcome:
-    """Return the outcome of ``solve`` on each row of ``pool`` at each value of the grid, one by one."""
     shape = len(grid), len(pool.length)
     answer = np.full(shape, UNREADABLE, dtype=np.int32)
     used, stopped = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=bool)
@@ -419,7 +408,6 @@ def replayed_curve(strategy: GridStrategy, pool: PoolArrays, grid: Sequence[floa
 
 
 def with_setting(strategy: GridStrategy, value: float) -> GridStrategy:
-    """Return ``strategy`` with its grid parameter set, as an integer unless it is a threshold."""
     setting = value if strategy.grid_parameter == "threshold" else int(value)
     found: GridStrategy = replace(strategy, **{strategy.grid_parameter: setting})  # type: ignore[type-var]
     return found

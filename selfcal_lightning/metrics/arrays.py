@@ -62,7 +62,6 @@ def as_probabilities(values: Array, name: str = "confidence") -> Floats:
 
 
 def as_labels(values: Array, name: str = "correct") -> NDArray[np.bool_]:
-    """Return ``values`` as booleans of shape [N]."""
     labels = as_scores(values, name)
     if not ((labels == 0.0) | (labels == 1.0)).all():
         raise InputError(f"Expected `{name}` to hold 0 or 1 only, but got {np.unique(labels)[:5].tolist()}.")
@@ -94,7 +93,6 @@ def check_same_length(**arrays: NDArray[Any]) -> None:
 
 
 def check_positive(value: int, name: str) -> None:
-    """Refuse a ``value`` that is no positive integer."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
         raise InputError(f"Expected `{name}` to be a positive integer, but got {value!r}.")
 

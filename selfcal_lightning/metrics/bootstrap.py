@@ -319,7 +319,6 @@ class _PerQuestion:
         return dict(zip(self.metrics, map(np.concatenate, zip(*blocks, strict=True)), strict=True))
 
     def error_bounds(self, gaps: Floats) -> ErrorBounds:
-        """Return the calibration error and its bounds, given the gaps of ``resampled``."""
         return ErrorBounds.from_gaps(gaps, num_questions=len(self.questions))
 
     def _within_question(self, counts: Floats) -> Floats:

@@ -49,7 +49,6 @@ def draw_values(axes: Axes, values: Mapping[str, float]) -> None:
 
 
 def draw_steps(axes: Axes, values: Sequence[float], *, name: str) -> None:
-    """Draw a number over the steps at which it was computed."""
     axes.plot(np.arange(len(values)), values, "o-", color=BEFORE, linewidth=1.6, markersize=4)
     axes.set(xlabel="step", ylabel=name)
     frame(axes)
@@ -74,7 +73,6 @@ def draw_reliability(axes: Axes, bins: ReliabilityBins, *, colour: str, label: s
 
 
 def draw_reliability_of(axes: Axes, bins: ReliabilityBins, *, outcome: str = "accuracy") -> None:
-    """Draw a reliability diagram with its error in the title."""
     if bins.count.sum():
         draw_reliability(axes, bins, colour=BEFORE, label=outcome)
         axes.legend(loc="upper left", fontsize=8, frameon=False)
@@ -83,7 +81,6 @@ def draw_reliability_of(axes: Axes, bins: ReliabilityBins, *, outcome: str = "ac
 
 
 def draw_roc(axes: Axes, confidence: Array, correct: Array) -> None:
-    """Draw a ROC curve with its area in the title; no curve without both classes."""
     curve = roc_curve(confidence, correct)
     if curve is not None:
         axes.plot(*curve[:2], color=AFTER, linewidth=1.8)
@@ -92,7 +89,6 @@ def draw_roc(axes: Axes, confidence: Array, correct: Array) -> None:
 
 
 def frame_roc(axes: Axes) -> None:
-    """Give axes the diagonal, limits and labels of a ROC curve."""
     axes.plot([0, 1], [0, 1], color=GREY, linewidth=0.9, linestyle=(0, (4, 3)), zorder=0)
     frame(axes)
     axes.set(xlim=(-0.01, 1.01), ylim=(-0.01, 1.01), aspect="equal")
@@ -106,12 +102,10 @@ def draw_histogram(axes: Axes, bins: ReliabilityBins, *, colour: str) -> None:
 
 
 def histogram_limit(*all_bins: ReliabilityBins) -> float:
-    """Return an upper axis limit above every share."""
     return max(0.1, *(1.1 * float(shares(bins.count).max()) for bins in all_bins))
 
 
 def frame(axes: Axes) -> None:
-    """Keep only the left and bottom spines, with a light grid behind."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(labelsize=8)
     axes.grid(axis="y", color="#e6e6e6", linewidth=0.7)
@@ -131,5 +125,4 @@ def widths(bins: ReliabilityBins) -> Floats:
 
 
 def number(value: float | None) -> str:
-    """Format a number with three decimals, or a dash if undefined."""
     return "–" if value is None else f"{value:.3f}"

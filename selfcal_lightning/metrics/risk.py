@@ -88,7 +88,6 @@ def reject(p_values: Array, *, delta: float, procedure: Procedure, num_starts: i
 
 
 def start_positions(num_thresholds: int, num_starts: int) -> NDArray[np.int64]:
-    """Return evenly spread start positions of a fixed sequence."""
     starts = min(num_starts, num_thresholds)
     return np.arange(starts) * num_thresholds // max(starts, 1)
 
@@ -102,7 +101,6 @@ def selective_counts(confidence: Floats, loss: Floats, thresholds: Floats) -> tu
 
 
 def check_rate(value: float, name: str) -> None:
-    """Refuse a ``value`` that does not lie strictly between 0 and 1."""
     if not 0.0 < value < 1.0:
         raise InputError(f"Expected `{name}` to lie in (0, 1), but got {value}.")
 

@@ -181,7 +181,6 @@ def _small_output_layer(model: PreTrainedModel) -> nn.Linear:
 
 
 def recompute_layers(model: nn.Module, enabled: bool) -> None:
-    """Turn gradient checkpointing of the layers of ``model`` on or off."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     for module in model.modules():
@@ -240,7 +239,6 @@ def forward_arguments(
     trees: Sequence[PrefixTree] = (),
     position_ids: Tensor | None = None,
 ) -> dict[str, Any]:
-    """Return the arguments of a forward pass over separate sequences or a packed row."""
     if not trees:
         return {"input_ids": input_ids, "attention_mask": attention_mask, "use_cache": False}
     implementation = model.config.get_text_config()._attn_implementation
@@ -274,7 +272,6 @@ def query_ids(query: ConfidenceQuery, device: torch.device) -> Tensor:
 
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Put ``model`` into evaluation mode in the block, and restore the mode of each submodule."""
     training = [part for part in model.modules() if part.training]
     model.eval()
     try:

@@ -401,7 +401,7 @@ class ChatFormat:
 
 
 def _fold_system(turns: list[dict[str, str]]) -> list[dict[str, str]]:
-    """Move leading system messages to the front of the first user turn."""
+    """Move system messages to the front of the first user turn."""
     system = [turn["content"] for turn in turns if turn["role"] == "system"]
     rest = [dict(turn) for turn in turns if turn["role"] != "system"]
     if (first := next((turn for turn in rest if turn["role"] == "user"), None)) is not None:

@@ -41,7 +41,6 @@ def resolve_model(name: str) -> str:
 
 
 def is_bundled(name: str) -> bool:
-    """Return whether a model is the bundled one."""
     return resolve_model(name) == resolve_model(BUNDLED_NAME)
 
 
@@ -86,7 +85,6 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def present_weight_files(folder: Path, *, option: str = "model") -> list[Path]:
-    """Return the files with the weights in ``folder``."""
     files = weight_files(folder)
     if absent := [file.name for file in files if not file.is_file()]:
         raise InputError(f"Expected `{option}` to hold the files of its index, but {folder} lacks {absent}.")
@@ -99,7 +97,6 @@ def present_weight_files(folder: Path, *, option: str = "model") -> list[Path]:
 
 
 def indexed_files(folder: Path) -> dict[str, Path]:
-    """Return the file of each tensor, by name, from the index of ``folder``."""
     names = read_json_object(folder / INDEX).get("weight_map")
     if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
         raise InputError(f"Expected `weight_map` in {folder / INDEX} to name the file of every tensor.")
@@ -139,7 +136,6 @@ def files_sha256(files: Sequence[Path]) -> list[str]:
 
 
 def weights_bytes(model: str, *, revision: str | None = None) -> int:
-    """Return the size of the weight files of a model or adapter."""
     return sum(file.stat().st_size for file in _weight_files(model, revision))
 
 
@@ -235,7 +231,6 @@ def check_files(folder: Path) -> None:
 
 
 def strange_files(folder: Path, manifest: Mapping[str, Any]) -> list[str]:
-    """Return the files in ``folder`` that were not exported."""
     return sorted({path.relative_to(folder).as_posix() for path in _files_in(folder)} - manifest["files"].keys())
 
 
@@ -273,7 +268,6 @@ def is_gguf(path: str | Path) -> bool:
 
 
 def refuse_gguf(model: str, file: str, *, option: str = "model") -> None:
-    """Refuse a GGUF file, naming the command that converts it."""
     if is_gguf(file):
         raise InputError(
             f"Expected `{option}` to be a folder or a name on the hub, but got {model!r}, whose weights are quantised "
@@ -282,7 +276,6 @@ def refuse_gguf(model: str, file: str, *, option: str = "model") -> None:
 
 
 def check_adapter(adapter: str, *, option: str = "adapter") -> dict[str, Any]:
-    """Return the configuration of the LoRA adapter in the folder ``adapter``."""
     folder = Path(adapter)
     if not folder.is_dir():
         raise InputError(f"Expected `{option}` to be a folder, but there is none at {adapter!r}.{similar(folder)}")
@@ -343,7 +336,6 @@ def refusal_of_code(model: str, error: Exception, *, option: str = "model") -> s
 
 
 def no_model(base_model: str, revision: str | None, error: Exception) -> InputError:
-    """Return the error for a model that transformers cannot load."""
     place = f"{base_model!r}{f' at revision {revision!r}' if revision else ''}"
     none = f"Expected `base_model` to be a folder or a hub name of a causal language model, but got {place}: {error}"
     return InputError(refusal_of_code(base_model, error, option="base_model") or none)
@@ -370,7 +362,6 @@ INCIDENTAL = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "
 
 
 def base_model_identity(base_model: str, *, revision: str | None = None) -> dict[str, Any]:
-    """Return ``{"model", "revision", "config_sha256", "weights_sha256"}`` of a folder or of a downloaded hub model."""
     from transformers.utils import cached_file
 
     place = resolve_model(base_model)
@@ -428,7 +419,6 @@ PROXIES = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
 
 
 def check_model(model: str, *, revision: str | None = None, option: str = "model") -> None:
-    """Refuse a model name that is neither a model folder, nor in the hub's cache, nor on the hub."""
     check_model_folder(model, option=option)
     check_name(model, revision=revision, option=option)
 
@@ -458,7 +448,6 @@ def _is_cached(model: str, file: str, revision: str | None) -> bool:
 
 
 def check_adapter_name(adapter: str) -> None:
-    """Refuse what is neither a complete folder of a LoRA adapter nor the name of one on the hub."""
     if Path(adapter).is_dir() or HUB_NAME.fullmatch(adapter) is None or adapter.count("/") != 1:
         check_adapter(adapter)
         return

@@ -171,7 +171,6 @@ def adapter_state(model: PeftModel) -> dict[str, torch.Tensor]:
 
 
 def read_adapter_state(directory: Path) -> dict[str, torch.Tensor]:
-    """Return the tensors of the adapter in ``directory``."""
     from safetensors.torch import load_file
 
     check_adapter(str(directory))
@@ -186,7 +185,6 @@ def set_adapter_state(model: PeftModel, state: Mapping[str, torch.Tensor]) -> No
 
 
 def adapter_difference(model: PeftModel, directory: Path) -> float:
-    """Return the largest absolute difference between the model's adapter and the one in ``directory``."""
     mine, theirs = adapter_state(model), read_adapter_state(directory)
     shapes = [{name: tuple(tensor.shape) for name, tensor in state.items()} for state in (mine, theirs)]
     if shapes[0] != shapes[1]:

@@ -37,7 +37,6 @@ class PrefixTree(NamedTuple):
 
     @property
     def stop(self) -> int:
-        """Index after the last token."""
         return self.start + self.prompt + sum(self.branches)
 
     @property
@@ -46,7 +45,6 @@ class PrefixTree(NamedTuple):
         return len(self.branches) * self.prompt + sum(self.branches)
 
     def branch_starts(self) -> list[int]:
-        """Return the index of every branch's first token."""
         return list(accumulate(self.branches[:-1], initial=self.start + self.prompt))
 
 
@@ -239,7 +237,6 @@ def _attend_by_matmul(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, h
 
 
 def register_segment_attention() -> None:
-    """Register ``attn_implementation="segments"`` with transformers; unpacked batches get SDPA's mask."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
@@ -248,7 +245,6 @@ def register_segment_attention() -> None:
 
 
 def check_attention(implementation: str | None) -> None:
-    """Refuse an attention implementation that does not support packed rows."""
     if implementation not in (None, SEGMENTS, FLEX):
         known = f'None, "{SEGMENTS}" or "{FLEX}" for packed rows'
         raise InputError(f"Expected `attn_implementation` to be {known}, but got {implementation!r}{WAY_OUT}")
@@ -357,7 +353,6 @@ def _packed_forward_problem(config: PreTrainedConfig, name: str) -> str | None:
 
 
 def build_on_meta(config: PreTrainedConfig, **settings: Any) -> PreTrainedModel:
-    """Build a model without weights."""
     from transformers import AutoModelForCausalLM
 
     # Constructors of some families draw numbers all the same; those of training must not depend on it.
@@ -380,27 +375,23 @@ def two_layers_on_meta(config: PreTrainedConfig, attn_implementation: str) -> Pr
 
 
 def check_shared_prefix(config: PreTrainedConfig, name: str) -> None:
-    """Refuse a model that cannot run packed rows, with the reason."""
     if (problem := shared_prefix_problem(config)) is not None:
         wanted = "a model whose responses can share a prompt"
         raise InputError(f"Expected {wanted}, but got {name!r}: {problem}. Set `packing: auto` to fall back, or `off`.")
 
 
 def prefer_segments(model: PreTrainedModel) -> None:
-    """Switch ``model`` to attention by segments if it can run packed rows."""
     if shared_prefix_problem(model.config) is None:
         register_segment_attention()
         model.set_attn_implementation(SEGMENTS)
 
 
 def runs_packed_rows(model: PreTrainedModel) -> bool:
-    """Return whether the current attention of ``model`` supports packed rows."""
     return model.config.get_text_config()._attn_implementation in (SEGMENTS, FLEX)
 
 
 @torch.no_grad()
 def check_packed_equals_separate(model: PreTrainedModel) -> None:
-    """Compare a packed row of three branches with three separate sequences."""
     config = model.config.get_text_config()
     kinds = getattr(config, "layer_types", None)
     windowed = getattr(config, "sliding_window", None) is not None if kinds is None else "sliding_attention" in kinds

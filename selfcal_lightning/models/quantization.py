@@ -26,7 +26,6 @@ CLASSES = {"adamw_8bit": "AdamW8bit", "paged_adamw": "PagedAdamW", "paged_adamw_
 
 
 def check_installed(*, quantization: str | None, optimizer: str) -> None:
-    """Raise ImportError early if settings need bitsandbytes and it is not installed."""
     if quantization is not None or optimizer in CLASSES:
         import_bitsandbytes()
 
@@ -93,6 +92,5 @@ def keep_quantized_gradients(model: nn.Module) -> None:
 
 
 def import_bitsandbytes() -> ModuleType:
-    """Import the package, or raise with how to install it."""
     keep_bitsandbytes_quiet()
     return require("bitsandbytes", extra="qlora")

@@ -105,7 +105,6 @@ class RewardFormat:
 
     @property
     def is_probability(self) -> bool:
-        """Whether its scores lie in [0, 1]."""
         return self.link != "none"
 
     @property

@@ -127,8 +127,6 @@ def reward_losses(raw: Tensor, batch: RewardBatch, levels: Sequence[float]) -> t
 
 
 class RewardStepLog:
-    """Accumulates the micro-batches of an optimiser step into logged values."""
-
     def __init__(self) -> None:
         self._sums: Tensor | None = None
 
@@ -332,7 +330,6 @@ class QuantileRewardModule(CalibratedModel):
         self._step_log = RewardStepLog()
 
     def check_support(self, trainer: Trainer | None = None) -> None:
-        """Refuse ways of running that do not work, sampling from a public model, and families without an export."""
         super().check_support(trainer)
         if (trainer := trainer or trainer_of(self)) is not None:
             check_features(trainer, [FEATURE], rows=SUPPORT, reasons=REASONS)
@@ -345,7 +342,6 @@ class QuantileRewardModule(CalibratedModel):
         heads.check_exportable(load_config(self.base_model, revision=self.revision), self.base_model)
 
     def plan_run(self, verb: str, trainer: Trainer, module: object, data: object) -> Plan:
-        """Check the model, and return what it takes in memory."""
         check_model(self.base_model, revision=self.revision, option="base_model")
         self.check_support(trainer)
         if verb == "fit":
@@ -390,7 +386,6 @@ class QuantileRewardModule(CalibratedModel):
         return load_causal_lm(base_model, is_trunk=self.settings.full or self.public is not None, **loading)
 
     def on_fit_start(self) -> None:
-        """Refuse data with other steps or targets, and models that compute packed rows wrongly."""
         self._check_trunk_can_learn(self.trainer)
         if (data := self.data_module) is not None:
             check_stated({n: (getattr(self.settings, n), getattr(data, n)) for n in ("steps", "target", "format")})
@@ -415,7 +410,6 @@ class QuantileRewardModule(CalibratedModel):
         return loss * self.trainer.world_size * self.trainer.accumulate_grad_batches
 
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
-        """Return AdamW with separate learning rates for outputs and trunk, and a cosine over *optimiser* steps."""
         head = list(cast("nn.Module", self.head).parameters())
         own = {id(parameter) for parameter in head}
         adapter = [parameter for parameter in trained_parameters(self).values() if id(parameter) not in own]
@@ -476,7 +470,6 @@ class QuantileRewardModule(CalibratedModel):
         }
 
     def confidence_origin(self) -> dict[str, Any]:
-        """Return what its scores depend on, apart from the trained weights."""
         return {
             "kind": QUANTILE_PRM,
             "base_model": {name: self.identity[name] for name in DIGESTS},
@@ -486,7 +479,6 @@ class QuantileRewardModule(CalibratedModel):
         }
 
     def save_export(self, folder: Path, *, state: Mapping[str, Tensor] | None = None) -> None:
-        """Write the whole model, its tokenizer, and separately what was trained."""
         trained = {name: value.detach().cpu().contiguous() for name, value in trained_parameters(self).items()}
         trunk = self.model if self.settings.full else heads.merged_trunk(
             self.base_model, self.model, revision=self.revision, lora=self.lora, dtype=self.model.dtype,

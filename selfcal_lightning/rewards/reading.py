@@ -90,7 +90,6 @@ class RewardReader:
         return [[None if one is None else [score.mean for score in one] for one in row] for row in rows]
 
     def read_lower(self, pool: Sequence[QuestionSamples]) -> list[list[list[float] | None]]:
-        """Return the lower quantiles instead of the scores."""
         if not self.format.has_quantiles:
             raise InputError(f"Reward format {self.format.name!r} has no quantiles. Train a `QuantileRewardModule`.")
         rows = self.read_scores(pool)

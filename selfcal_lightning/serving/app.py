@@ -52,14 +52,8 @@ T = TypeVar("T")
 class Service:
     """What the routes share.
 
-    Args:
-        settings: How requests are answered where they do not say.
-        desk: The thread that owns the engine.
-        sampling: How responses are drawn where a client does not say.
-        feedback: The labels that clients send.
-        calibration: The fitted confidences, which ``load`` reads again on SIGHUP.
-        fitted: A fitted threshold, which holds for requests that leave the strategy to the server.
-        key: What clients must send; None lets everybody on this machine in.
+    ``load`` reads the fitted confidences again on SIGHUP. ``fitted`` holds for requests that leave the strategy to the
+    server. Without a ``key``, everybody on this machine is let in.
     """
 
     def __init__(
@@ -100,18 +94,15 @@ class Service:
         return scorers[-1].name if scorers else self.desk.confidence
 
     def check_model(self, name: str | None) -> None:
-        """Refuse a model that is not ours."""
         model = bodies.split_name(self.model if name is None else name)[0]
         if model != self.model:
             raise Refused(404, f"There is no model {model[:100]!r} here, but {self.model!r}.", code="model_not_found")
 
     def reader(self, name: str | None, stops: Sequence[str] = (), *, has_tools: bool = False) -> Reader:
-        """Return what reads answers, by a task or as free chat."""
         name = name or self.settings.task
         return Reader(None if name is None else get_task(name), stops, has_tools=has_tools)
 
     def sampling_for(self, body: ChatBody) -> SamplingSettings:
-        """Return how the responses to a request are drawn."""
         longest = body.max_completion_tokens or body.max_tokens or self.sampling.max_new_tokens
         wanted: dict[str, Any] = {"max_new_tokens": min(longest, self.limits.max_new_tokens)}
         if body.temperature is not None:  # what a client asks for is a fixed temperature
@@ -149,7 +140,6 @@ class Service:
         return strategy, None
 
     def make_job(self, body: ChatBody, *, name: str | None = None, key: str | None = None) -> Job:
-        """Return a request as a question for the desk."""
         bodies.check_extras(body)
         self.check_model(body.model)
         options, limits = body.selfcal, self.limits
@@ -190,13 +180,12 @@ class Service:
         )  # fmt: skip
 
     async def begin(self, body: ChatBody, *, name: str | None = None, key: str | None = None) -> Job:
-        """Start on a request."""
         job = self.make_job(body, name=name, key=key)
         await self.desk.begin(job)
         return job
 
     def reply(self, body: ChatBody, job: Job, outcome: Outcome) -> Reply:
-        """Return the answer to a request, which is counted and remembered for its feedback."""
+        """Return the answer to a request; it is counted, and remembered for its feedback."""
         if not outcome.samples:
             raise Refused(504, "The deadline or the limit of tokens came before the first sample was whole.")
         if outcome.failed == len(outcome.samples):
@@ -213,14 +202,12 @@ class Service:
         return reply
 
     def admit(self) -> None:
-        """Refuse a question that there is no room for."""
         if self.stopping:
             raise Refused(503, "The server is stopping.")
         if self.desk.load >= self.limits.max_queue:
             raise Refused(429, f"{self.limits.max_queue} questions are in work or waiting.")
 
     async def chat(self, request: Request) -> Response:
-        """Answer ``/v1/chat/completions``."""
         body: ChatBody = read_body(ChatBody, await self.read(request))
         self.admit()
         began, job = time.monotonic(), await self.begin(body)
@@ -264,7 +251,7 @@ class Service:
         yield "data: [DONE]\n\n"
 
     async def confidence_of_response(self, request: Request) -> Response:
-        """Answer ``/v1/confidence``: the chance that a response which somebody else wrote is right."""
+        """Read the chance that a response which somebody else wrote is right."""
         body: bodies.ConfidenceBody = read_body(bodies.ConfidenceBody, await self.read(request))
         self.check_model(body.model)
         self.admit()
@@ -282,7 +269,6 @@ class Service:
         })  # fmt: skip
 
     async def in_time(self, request: Request, work: Coroutine[Any, Any, T]) -> T:
-        """Return what ``work`` returns, unless its client goes or the server's deadline comes."""
         try:
             async with asyncio.timeout(self.limits.deadline_s):
                 return await unless_gone(request.receive, work)
@@ -316,7 +302,7 @@ class Service:
         return samples, row or [0.0], len(prompt)
 
     async def systemone(self, request: Request) -> Response:
-        """Answer ``/v1/systemone``: a chance for each allowed answer, each read like a response."""
+        """Read a chance for each allowed answer, each as if it were a response."""
         body: bodies.DecisionBody = read_body(bodies.DecisionBody, await self.read(request))
         self.check_model(body.model)
         if self.calibration.probe is not None:
@@ -343,33 +329,27 @@ class Service:
         })  # fmt: skip
 
     async def take_feedback(self, request: Request) -> Response:
-        """Answer ``/v1/feedback``."""
         body: bodies.FeedbackBody = read_body(bodies.FeedbackBody, await self.read(request))
         self.feedback.label(body.request_id, correct=body.correct)
         labels = len(self.feedback.labelled)
         return JSONResponse({"object": "feedback", "request_id": body.request_id, "labels": labels})
 
     async def models(self, request: Request) -> Response:
-        """Answer ``/v1/models``."""
         card = {"id": self.model, "object": "model", "created": self.started, "owned_by": "selfcal",
                 "max_model_len": getattr(self.desk.engine, "max_context", None)}  # fmt: skip
         return JSONResponse({"object": "list", "data": [card]})
 
     async def health(self, request: Request) -> Response:
-        """Answer ``/health``: the process lives."""
         return JSONResponse({"status": "ok"})
 
     async def ready(self, request: Request) -> Response:
-        """Answer ``/ready``: questions are taken."""
         is_ready = self.desk.died is None and not self.stopping
         return JSONResponse({"status": "ready" if is_ready else "stopping"}, status_code=200 if is_ready else 503)
 
     async def show_metrics(self, request: Request) -> Response:
-        """Answer ``/metrics``."""
         return PlainTextResponse(generate_latest(self.metrics.registry))
 
     async def read(self, request: Request) -> bytes:
-        """Return the body of a request, which has so many bytes and seconds at most."""
         most, content = int(self.limits.max_body_mb * 1e6), b""
         too_large = Refused(413, f"Expected a body of at most {most:,} bytes.")
         if int(request.headers.get("content-length") or 0) > most:
@@ -385,7 +365,6 @@ class Service:
         return content
 
     def app(self) -> ASGIApp:
-        """Return the application."""
         posts = {
             "/v1/chat/completions": self.chat, "/v1/confidence": self.confidence_of_response,
             "/v1/systemone": self.systemone, "/v1/feedback": self.take_feedback,
@@ -432,7 +411,6 @@ class Service:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether only this machine can reach ``host``."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -474,5 +452,4 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
 
 
 def event(content: dict[str, Any]) -> str:
-    """Return an event of a stream."""
     return f"data: {json.dumps(content, ensure_ascii=False)}\n\n"

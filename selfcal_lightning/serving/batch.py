@@ -24,7 +24,6 @@ PASSING = (500, 502, 503)  # refusals that say nothing about the request
 
 
 def read_requests(path: Path) -> dict[str, dict[str, Any]]:
-    """Return the requests of a file by their ids, which must be unique."""
     requests: dict[str, dict[str, Any]] = {}
     for number, line in read_json_lines(path):
         name = line.get("custom_id")
@@ -39,10 +38,7 @@ def read_requests(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def open_output(path: Path, requests: Mapping[str, Any]) -> tuple[BinaryIO, set[str]]:
-    """Open a file for more answers, and return the ids of those that it has.
-
-    Answers that a fault of the engine refused are taken out: they are asked for again.
-    """
+    """Open a file for more answers, with the ids it has; those that a fault of the engine refused are taken out."""
     begin, way_out = b'{"id": "batch_req_', "Wait for it, or name another `output`."
     file, lines = open_lines(path, begin=begin, way_out=way_out)
     done, again = set(), set()

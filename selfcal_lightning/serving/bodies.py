@@ -35,7 +35,6 @@ class Refused(Exception):  # noqa: N818 - it is the client's, and becomes a stat
         self.status, self.param, self.code = status, param, code
 
     def as_json(self) -> dict[str, Any]:
-        """Return the body of the answer."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
@@ -134,7 +133,6 @@ class ChatBody(Lenient):
 
     @property
     def stops(self) -> list[str]:
-        """The texts that end a response."""
         found = [text for text in ([self.stop] if isinstance(self.stop, str) else self.stop or ()) if text]
         if len(found) > MOST_STOPS:
             raise Refused(400, f"Expected at most {MOST_STOPS} texts in `stop`, but got {len(found)}.", param="stop")
@@ -142,12 +140,12 @@ class ChatBody(Lenient):
 
     @property
     def strategy(self) -> str | None:
-        """The strategy that the object ``selfcal`` or the model's name asks for."""
+        """As the object ``selfcal`` asks, or else the model's name."""
         return self.selfcal.strategy or split_name(self.model)[1]
 
     @property
     def threshold(self) -> float | None:
-        """The threshold, in the same way."""
+        """As the object ``selfcal`` asks, or else the model's name."""
         return split_name(self.model)[2] if self.selfcal.threshold is None else self.selfcal.threshold
 
 
@@ -186,7 +184,7 @@ class FeedbackBody(Strict):
 
 
 def read_body(kind: type[BaseModel], content: bytes | Mapping[str, Any]) -> Any:
-    """Return a body, or raise what names the key that is wrong."""
+    """Return a body, or raise Refused with the key that is wrong."""
     try:
         return kind.model_validate_json(content) if isinstance(content, bytes) else kind.model_validate(content)
     except ValidationError as error:
@@ -228,7 +226,6 @@ def split_name(name: str) -> tuple[str, str | None, float | None]:
 
 
 def refusal_of(error: Refused | InputError | RequestsFailedError) -> Refused:
-    """Return an error as what the client is told."""
     if isinstance(error, Refused):
         return error
     return Refused(400, str(error)) if isinstance(error, InputError) else Refused(502, "The engine cannot read this.")

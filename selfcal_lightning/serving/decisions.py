@@ -34,7 +34,6 @@ class Decision:
         self.labels = list(labels[: len(found)])
 
     def text(self, body: DecisionBody) -> str:
-        """Return the question as the model reads it, after the state."""
         state = body.state if isinstance(body.state, str) else json.dumps(body.state, ensure_ascii=False)
         lines = [body.instructions, f"{state}\n", f"Question: {self.instructions}" if self.instructions else None]
         for label, name, description in zip(self.labels, self.names, self.descriptions, strict=True):

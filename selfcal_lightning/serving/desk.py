@@ -61,7 +61,6 @@ class Reader:
             return []
 
     def extract(self, text: str, *, finished: bool = True) -> str | None:
-        """Return the answer of a response."""
         if calls := self.tool_calls(text):
             return json.dumps(calls, sort_keys=True)
         if self.task is not None:
@@ -73,7 +72,6 @@ class Reader:
         return False
 
     def group(self, answers: Sequence[str | None]) -> list[str | None]:
-        """Return answers with equal ones replaced by the first seen."""
         if self.task is None or any(answer is not None and answer.startswith("[{") for answer in answers):
             return list(answers)
         return self.task.group(answers)
@@ -89,7 +87,6 @@ class Outcome:
 
     @property
     def failed(self) -> int:
-        """Samples that the engine could not give."""
         return sum(map(is_failed, self.samples))
 
 
@@ -214,11 +211,7 @@ class Desk:
         return Question(name, name, ()), self.jobs[name].prompt_ids if name in self.jobs else self.reading
 
     async def begin(self, job: Job) -> None:
-        """Take a question in; its samples are drawn when there is room.
-
-        Raises:
-            Refused: It cannot be put to the model.
-        """
+        """Take a question in, to be sampled when there is room; raises Refused where it cannot be put to the model."""
         self.jobs[job.id] = job
 
         def add() -> None:

@@ -47,7 +47,6 @@ class Feedback:
             self.answers.popitem(last=False)
 
     def label(self, name: str, *, correct: bool) -> None:
-        """Take a label in; an answer has one."""
         if name in self.labelled:
             raise Refused(409, f"Request {name!r} has its label already.", param="request_id")
         if (line := self.answers.pop(name, None)) is None:
@@ -81,7 +80,6 @@ class Metrics:
             gauge.set_function(partial(from_labels, feedback, name))
 
     def count(self, outcome: Outcome, stated: float | None) -> None:
-        """Count an answer."""
         self.stops.labels(outcome.stop_reason).inc()
         self.samples.observe(outcome.verdict.samples_used)
         self.failed.inc(outcome.failed)

@@ -80,7 +80,6 @@ class Reply:
 
     @property
     def headers(self) -> dict[str, str]:
-        """The headers of a whole answer."""
         confidence = self.selfcal["confidence"]
         return {
             "x-selfcal-confidence": "" if confidence is None else f"{confidence:.6f}",
@@ -90,7 +89,6 @@ class Reply:
         }
 
     def completion(self) -> dict[str, Any]:
-        """Return the whole answer."""
         choice = {"index": 0, "message": self.message, "finish_reason": self.finish_reason, "logprobs": None}
         head = chunk_head(self.job, self.model) | {"object": "chat.completion"}
         return {**head, "choices": [choice], "usage": self.usage, "selfcal": self.selfcal}
@@ -115,12 +113,10 @@ class Reply:
 
 
 def chunk_head(job: Job, model: str) -> dict[str, Any]:
-    """Return what all chunks of an answer begin with."""
     return {"id": job.id, "object": "chat.completion.chunk", "created": job.created, "model": model}
 
 
 def delta(**content: Any) -> dict[str, Any]:
-    """Return a choice of a chunk."""
     return {"index": 0, "delta": content, "finish_reason": None, "logprobs": None}
 
 
@@ -170,10 +166,7 @@ def make_reply(
     confidence: str | None,
     threshold: float | None,
 ) -> Reply:
-    """Return the answer that a verdict gives.
-
-    ``confidence`` is what the server reads of each response, whether or not the strategy does.
-    """
+    """Return the answer; ``confidence`` is what is read of each response, whether or not the strategy reads it."""
     verdict, fitted = outcome.verdict, job.fitted
     used = [sample for sample in outcome.samples[: verdict.samples_used] if not is_failed(sample)]
     read = job.strategy.confidence or confidence
@@ -235,7 +228,6 @@ def _usage(job: Job, outcome: Outcome) -> dict[str, int] | None:
 
 
 def _written(job: Job, calls: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return calls of tools as the protocol writes them."""
     return [
         {
             "id": f"call_{job.id[-12:]}_{i}",

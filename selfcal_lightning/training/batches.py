@@ -31,17 +31,14 @@ class FrozenBatch:
         raise AttributeError(f"{type(self).__name__} is immutable; use `replace` to change `{name}`.")
 
     def replace(self, **changes: Any) -> Self:
-        """Return a copy with some fields exchanged."""
         return type(self)(**{**self.__dict__, **changes})
 
     def to(self, device: torch.device | str, *, non_blocking: bool | None = None) -> Self:
-        """Return a copy whose tensors are on ``device``, with their dtypes."""
         if non_blocking is None:
             non_blocking = torch.device(device).type != "cpu"
         return self._with_tensors(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> Self:
-        """Return a copy in page-locked memory, for the data loader."""
         return self._with_tensors(torch.Tensor.pin_memory)
 
     def _with_tensors(self, change: Callable[[Tensor], Tensor]) -> Self:

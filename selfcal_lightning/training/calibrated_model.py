@@ -93,7 +93,7 @@ class CalibratedModel(ScoringModule, ABC):
     # ---- the model
 
     def check_support(self, trainer: Trainer | None = None) -> None:
-        """Raise InputError if the Trainer's settings or the model do not work; reads no weights."""
+        """Check the Trainer's settings and the model; reads no weights."""
         trainer, memory = trainer or trainer_of(self), self.memory
         check_support(trainer, memory, lora=self.lora is not None, auxiliary=bool(self.auxiliary))
         if trainer is not None:  # an export needs neither the quantised base nor the optimiser
@@ -105,7 +105,6 @@ class CalibratedModel(ScoringModule, ABC):
             )
 
     def plan_run(self, verb: str, trainer: Trainer, module: object, data: object) -> Plan:
-        """Check the names of model, attention and adapted layers, and return the memory that the model needs."""
         folders.check_model(self.base_model, revision=self.revision, option="base_model")
         self.check_support(trainer)
         trains, strategy = verb == "fit", trainer.strategy
@@ -214,7 +213,6 @@ class CalibratedModel(ScoringModule, ABC):
     # ---- training, validation and test
 
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
-        """Return AdamW over the trained parameters and a cosine schedule over *optimiser* steps."""
         parameters = [parameter for parameter in self.parameters() if parameter.requires_grad]
         own = self.optimization
         optimizer = quantization.build_optimizer(
@@ -261,11 +259,9 @@ class ConfidenceModel(CalibratedModel):
         return self.losses.p_true == "normalised"
 
     def confidence(self, batch: SSCBatch) -> Confidence:
-        """Return P(True) and its masses, read at the last token of the query."""
         return self._query_outputs(batch).confidence(self.chat.query, normalised=self._is_normalised)
 
     def _query_outputs(self, batch: SSCBatch) -> ModelOutputs:
-        """Return the model's outputs after every row's query, in two passes if the adapter is activated."""
         if not self.activated:
             return self._outputs(batch, batch.label_position[:0])
         return ask(self.model, self._contexts(batch), self.chat.query)
@@ -312,7 +308,6 @@ class ConfidenceModel(CalibratedModel):
         return "model" if self.lora is None else "adapter"
 
     def save_export(self, folder: Path, *, state: Mapping[str, Tensor] | None = None) -> None:
-        """Write a PEFT adapter, or the whole model where all weights were trained, and the tokenizer."""
         own = None if state is None else {name.removeprefix(PREFIX): value for name, value in state.items()}
         if self.lora is None:
             self.model.save_pretrained(folder, state_dict=own)
@@ -322,7 +317,6 @@ class ConfidenceModel(CalibratedModel):
         self.chat.tokenizer.save_pretrained(folder)
 
     def save_auxiliary(self, name: str, folder: Path) -> None:
-        """Write an auxiliary adapter and the tokenizer, as if it had been trained alone."""
         query_ids = self.chats[name].query.suffix_ids
         save_adapter(self.model, folder, revision=self.revision, invocation_ids=query_ids, name=adapter_name(name))
         self.chat.tokenizer.save_pretrained(folder)
@@ -360,7 +354,6 @@ class ConfidenceModel(CalibratedModel):
         return self._described(self.chat, self.query, self.losses)
 
     def describe_auxiliary(self, name: str) -> dict[str, Any]:
-        """Return the manifest of an auxiliary adapter, as if it had been trained alone."""
         return self._described(self.chats[name], self.auxiliary[name].query or self.query, self.losses_of(name))
 
     def _described(self, chat: ChatFormat, query: str, losses: LossSettings) -> dict[str, Any]:

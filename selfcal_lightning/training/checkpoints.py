@@ -33,7 +33,6 @@ def check_base_model(
     *,
     kind: str = "SelfCalibrationModule",
 ) -> None:
-    """Raise InputError if a checkpoint belongs to another base model."""
     if stored is None:
         raise InputError(f"This is no checkpoint of {kind}: it names no base model.")
     if not same_base_model(stored, identity):
@@ -44,7 +43,6 @@ def check_base_model(
 
 
 def check_trained(state: Mapping[str, Tensor], trained: Mapping[str, Tensor], *, settings: Mapping[str, Any]) -> None:
-    """Raise InputError unless a checkpoint holds exactly the trained parameters."""
     found = {name: tuple(value.shape) for name, value in state.items()}
     wanted = {name: tuple(value.shape) for name, value in trained.items()}
     differing = [
@@ -167,7 +165,6 @@ def check_checkpoint_file(path: Path) -> None:
 
 
 def check_training_state(checkpoint: dict[str, Any]) -> None:
-    """Refuse to continue with training from weights alone."""
     missing = [key for key in ("optimizer_states", "lr_schedulers", "loops") if key not in checkpoint]
     if missing:
         raise InputError(
@@ -198,7 +195,6 @@ def _is_whole(path: Path) -> bool:
 
 
 def is_address(path: str | Path) -> bool:
-    """Return whether ``path`` is an address such as "s3://bucket/run", not a place on a disk."""
     return "://" in str(path)
 
 

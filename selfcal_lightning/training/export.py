@@ -291,7 +291,6 @@ def _lay_out(folder: Path, place: Path, texts: Mapping[str, str]) -> None:
 
 
 def _without_places(value: Any) -> Any:
-    """Return JSON without local paths."""
     if isinstance(value, Mapping):
         kept = {key: item if key in WRITTEN else _without_places(item) for key, item in value.items()}
         return {key: item for key, item in kept.items() if item is not None or value[key] is None}
@@ -373,7 +372,6 @@ def manifest_text(manifest: Mapping[str, Any]) -> str:
 
 
 def model_card(manifest: Mapping[str, Any]) -> str:
-    """Return a short model card: what the folder holds and how to read its confidence."""
     kind, base = manifest["kind"], manifest["base_model"]["model"]
     library = "peft" if kind == "adapter" else "transformers"
     what = {

@@ -141,7 +141,6 @@ class CalibrationMetrics(ExactMetric):
             self.letters.append(torch.tensor(letters, dtype=torch.int64, device=confidence.device))
 
     def compute(self) -> dict[str, float]:
-        """Return all values by key, over the responses of all processes."""
         points = self._local_points()
         results = self._summary(points)
         tasks = np.unique(points.task).tolist()

@@ -169,7 +169,6 @@ class TrainedModule(LightningModule):
 
 
 def check_defines(module: object, base: type[TrainedModule], *methods: str, who: str) -> None:
-    """Raise InputError, before training, unless ``module`` is a ``base`` and implements its abstract ``methods``."""
     kind = type(module)
     if not isinstance(module, base):
         raise InputError(f"{who} needs a {base.__name__}, but got {kind.__name__}.")

@@ -259,7 +259,6 @@ class QuestionTargets:
 
 
 def question_targets(index: SampleIndex, *, raw: bool = False, drop_none: bool = True) -> dict[str, QuestionTargets]:
-    """Return the targets of every question that has one, by its id."""
     confidence = index.yes_mass if raw else index.p_true
     found: dict[str, QuestionTargets] = {}
     edges = np.flatnonzero(np.diff(index.question_index, prepend=-1, append=-1))

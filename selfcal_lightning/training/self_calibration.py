@@ -90,7 +90,6 @@ class StepLog:
         self.restart()
 
     def restart(self) -> None:
-        """Discard what was accumulated and restart the clock."""
         self._sums: Tensor | None = None
         self._seconds = 0.0
         self._started = time.perf_counter()
@@ -294,10 +293,7 @@ class SelfCalibrationModule(ConfidenceModel):
     # ---- training
 
     def training_step(self, batch: SSCBatch, batch_idx: int) -> Tensor:
-        """Return this micro-batch's share of the loss of its optimiser step.
-
-        The factor undoes the averaging over processes (DDP) and over accumulated micro-batches (Lightning).
-        """
+        """Return this micro-batch's share of the loss; undoes the averaging over processes and micro-batches."""
         if self.memory.gradient_checkpointing:
             recompute_layers(self.model, batch.input_ids.numel() > self.memory.recompute_above)
         at = (self.current_epoch, batch_idx, self.global_rank)
@@ -358,7 +354,6 @@ class SelfCalibrationModule(ConfidenceModel):
         self._step_log.go_on()
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Log the losses of the step, in full for the loggers and in short for the progress bar."""
         lr = optimizer.param_groups[0]["lr"]
         logged = self._step_log.finish(self.trainer.strategy, omega=self.omega, lr=lr)
         if logged:
@@ -367,7 +362,6 @@ class SelfCalibrationModule(ConfidenceModel):
             self._spreads.append(logged["train/ConfidenceSpread"])
 
     def on_train_end(self) -> None:
-        """Warn of a confidence that is the same for all responses, which no label is needed to see."""
         if len(self._spreads) == LAST_STEPS and max(self._spreads) < COLLAPSED and self.trainer.is_global_zero:
             say(
                 f"Note: the confidence differs by less than {COLLAPSED} between the responses of the last {LAST_STEPS} "

@@ -146,7 +146,7 @@ class AuxiliarySettings:
 def read_auxiliary(
     auxiliary: Mapping[str, AuxiliarySettings | Mapping[str, Any]] | None, *, activated: bool
 ) -> dict[str, AuxiliarySettings]:
-    """Return the settings of the auxiliary adapters by name; a checkpoint holds them as plain types."""
+    """Return the settings by name; a checkpoint holds them as plain types."""
     settings = {
         name: AuxiliarySettings(**one) if isinstance(one, Mapping) else one for name, one in (auxiliary or {}).items()
     }

@@ -35,7 +35,7 @@ def read_stage(name: str, options: Mapping[str, Any], *, stage: str) -> dict[str
 
 
 def override(settings: dict[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
-    """Override settings of ``selfcal fit`` with ``options``, in place, and return them."""
+    """Set options, nested or named with dots, in ``settings`` itself."""
     for key, value in _leaves(options):
         _put(settings, key.split("."), value)
     return settings
@@ -65,7 +65,6 @@ def model_of(settings: Mapping[str, Any]) -> str:
 
 
 def check_modes(tune: Mapping[str, Any], calibrate: Mapping[str, Any]) -> None:
-    """Raise InputError unless the first stage tunes the generator and the second one does not."""
     if _is_activated(tune):
         raise InputError(
             "`tune` must train the generator (`lora.activated: false`, or `lora: null`), but got an activated adapter. "
@@ -84,7 +83,6 @@ def _is_activated(settings: Mapping[str, Any]) -> bool:
 
 
 def _leaves(options: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    """Return the settings by dotted name."""
     found: list[tuple[str, Any]] = []
     for name, value in options.items():
         is_branch = isinstance(value, Mapping) and value

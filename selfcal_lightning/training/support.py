@@ -63,7 +63,6 @@ def check_features(
     rows: Mapping[str, Mapping[Way, Support]] | None = None,
     reasons: Mapping[tuple[str, Way], str] | None = None,
 ) -> None:
-    """Raise InputError if the trainer's strategy, device or precision does not support a feature of the module."""
     table, why = {**SUPPORT, **(rows or {})}, {**REASONS, **(reasons or {})}
     if unknown := [name for name in features if name not in table]:
         raise unknown_name("features", unknown[0], list(table))
@@ -78,7 +77,6 @@ def check_features(
 
 
 def way_of(strategy: strategies.Strategy) -> Way:
-    """Return the table's column for a Lightning strategy."""
     if isinstance(strategy, AdapterModelParallelStrategy):
         return "FSDP2"
     # DeepSpeed's and XLA's strategies are kinds of DDPStrategy to Lightning.

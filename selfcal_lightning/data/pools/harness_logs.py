@@ -85,7 +85,6 @@ class Log:
                 yield path, number, row
 
     def skip_empty(self, *, after_error: object) -> None:
-        """Count a response without an output."""
         self.skipped["without an output" + (" after an error" if after_error else "")] += 1
 
 
@@ -558,7 +557,6 @@ def _numbers_as_numbers(path: Path) -> list[object]:
 
 
 def _first_fields(path: Path) -> set[str]:
-    """Return the field names of the first row of a file, or of its object."""
     if path.suffix == ".eval":
         return {"eval", "samples"}
     if path.suffix == ".parquet":

@@ -178,7 +178,6 @@ def recorded_response(response: Mapping[str, Any]) -> RecordedResponse:
 
 
 def judge_line(line: PoolLine, task: Task) -> QuestionSamples:
-    """Return the samples of a line; missing answers and verdicts are extracted and verified."""
     samples = judge(line.question, [recorded_response(response) for response in line.responses], task)
     return QuestionSamples(line.question, samples, line.split)
 
@@ -271,6 +270,5 @@ TRL_FIELDS = ("prompt", "completions", "labels")
 
 
 def trl_row(prompt: str, steps: Sequence[str], rates: Sequence[float], labels: StepLabels) -> dict[str, Any]:
-    """Return a row of TRL's format for process reward models."""
     made = [rate > 0.0 for rate in rates] if labels == "hard" else list(rates)
     return {"prompt": prompt, "completions": [step.strip() for step in steps], "labels": made}

@@ -102,7 +102,6 @@ def import_training_records(
 
 
 def _with_tokens(question: Question, samples: Sequence[Sample], split: str, chat: ChatFormat | None) -> QuestionSamples:
-    """Return the question with the token ids of its prompt and of its responses, if the model is known."""
     if chat is None:
         return QuestionSamples(question, tuple(samples), split)
     prompt_ids = tuple(chat.tokenizer.encode(question.text, add_special_tokens=False))

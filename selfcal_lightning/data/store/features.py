@@ -97,14 +97,12 @@ class FeatureFolder:
 
 
 def tokens_digest(*token_ids: Sequence[int]) -> str:
-    """Return a digest of one or several sequences of tokens."""
     return hashlib.sha256(json.dumps(token_ids).encode()).hexdigest()[:16]
 
 
 def feature_folder(
     origin: Mapping[str, Any], *, store: Path | None, given: str | None, beside: Path | None = None
 ) -> FeatureFolder:
-    """Return the folder of vectors of this origin: the named one, else one in the store or ``beside``."""
     if given is not None:
         return FeatureFolder(given)
     place = store / "features" if store is not None else cast(Path, beside)

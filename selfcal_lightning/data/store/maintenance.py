@@ -241,7 +241,7 @@ def _find_failed(root: Path) -> dict[str, list[str]]:
 
 
 def _drop_questions(root: Path, found: Mapping[str, Sequence[str]]) -> int:
-    """Hide the questions ``found``, ids by file, from readers. Returns their number."""
+    """Hide questions, given as ids by file, from readers; return their number."""
     for file, names in found.items():
         folder, name = (root / file).parent, Path(file).name
         part = parts.read_part(folder)

@@ -141,7 +141,6 @@ class StoreFingerprint:
         return cls(model, prompt, sampling, content["seed"], content.get("plan"))
 
     def as_json(self) -> dict[str, Any]:
-        """Return the fingerprint as plain JSON types; ``plan`` is left out if there is none."""
         sampling = {} if self.sampling is None else asdict(self.sampling)
         content = {
             "model": self.model.as_json(), "prompt": self.prompt.as_json(), "sampling": sampling, "seed": self.seed,
@@ -238,7 +237,6 @@ class StoredQuestion:
 
 
 def fingerprint_digest(content: Mapping[str, Any]) -> str:
-    """Return the digest of a fingerprint as stored, whatever fields it has."""
     return hashlib.sha256(json.dumps(_identity(content), sort_keys=True).encode()).hexdigest()
 
 
@@ -251,7 +249,6 @@ def round_files(root: Path) -> list[Path]:
 
 
 def check_place(root: Path) -> None:
-    """Refuse a folder that holds something other than a store, such as a model."""
     if not root.exists() or round_files(root):
         return
     if not root.is_dir():
@@ -279,13 +276,11 @@ def read_rounds(root: Path) -> dict[int, RoundRecord]:
 
 
 def read_manifest(root: Path) -> StoreManifest:
-    """Return what readers of the store in ``root`` see; no shards before the first join."""
     file = root / MANIFEST_FILE
     return read_record(file, StoreManifest.from_json) if file.exists() else StoreManifest(read_rounds(root))
 
 
 def flatten(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield ("a.b", value) for nested mappings."""
     for name, value in content.items():
         if isinstance(value, Mapping):
             yield from flatten(value, f"{prefix}{name}.")
@@ -304,7 +299,6 @@ _MOST_SHOWN = 200
 
 
 def origin_differences(stored: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return one "field: there, here" for each field in which two origins differ."""
     mine, theirs = (dict(flatten(json.loads(json.dumps(dict(content))))) for content in (stored, now))
     return [
         f"{name}: {_shorten(mine.get(name))} in the store, {_shorten(theirs.get(name))} now"

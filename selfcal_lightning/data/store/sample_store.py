@@ -109,14 +109,9 @@ class SampleStore:
     ) -> SampleStore:
         """Open the store for samples of ``round``, and create the round if it is new.
 
-        Args:
-            path: The store's folder.
-            fingerprint: What the samples are; every round has its own, since its adapter differs.
-            num_samples: Samples per question; fewer than the store has shows the first ones. None for any number.
-            engine: What runs the model (name, dtype, version); recorded, not compared.
-            round: Generation round, from 0.
-            splits: Splits to be sampled, which may have more samples than others.
-            extend: Raises the number of samples of these splits to ``num_samples``.
+        Every round has its own ``fingerprint``, since its adapter differs. Readers see the first ``num_samples`` of a
+        question; None for any number. ``extend`` raises the number of samples of ``splits``, those to be sampled, to
+        ``num_samples``. ``engine`` (name, dtype, version) is recorded, not compared.
 
         Raises:
             InputError: The store has samples of another model, prompt, sampling or seed, or fewer per question; or the
@@ -262,7 +257,6 @@ class SampleStore:
         return {name for name, question in stored.items() if split in (None, question.split)}
 
     def committed_questions(self, *, parts: Collection[str], round: int = 0) -> int:
-        """Return the number of questions that the writers of ``parts`` have committed, from their manifests."""
         folders = [folder for folder in part_folders(self.path) if folder.name in parts]
         entries = [entry for folder in folders for entry in read_part(folder).shards]
         return sum(entry.questions for entry in entries if entry.round == round)
@@ -386,7 +380,6 @@ class SampleStore:
 
 
 def _raise_samples(root: Path, round: int, splits: Collection[str], num_samples: int) -> RoundRecord:
-    """Raise the number of samples per question for some splits, and return the updated record of the round."""
     file = records.round_file(root, round)
     with PartLock(file.parent):
         record = records.read_round(file)

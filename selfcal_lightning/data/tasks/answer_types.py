@@ -54,7 +54,6 @@ def split_aliases(reference: str) -> list[str]:
 
 
 def expressions_equal(answer: str | None, reference: str | None, *, comparer: MathComparer | None = None) -> bool:
-    r"""Return whether two expressions are mathematically equal; None equals nothing."""
     if answer is None or reference is None:
         return False
     left, right = (normalise_expression(text, keep_percent=True) for text in (answer, reference))
@@ -323,7 +322,6 @@ def _folded(text: str) -> str:
 
 
 def _words(text: str) -> list[str]:
-    """Return the words, without what separates those of a list."""
     return [word for word in text.replace(",", " ").split() if word != "and"]
 
 

@@ -74,7 +74,6 @@ class DatasetSpec:
     repeated_rows: bool = False
 
     def read_row(self, row: Row, question_id: str, /) -> Item:
-        """Return the question text and gold answer of a row."""
         return self.read(row, question_id) if self.read else Item(row[self.columns[0]], row[self.columns[1]])
 
 
@@ -142,7 +141,6 @@ class DatasetTask:
         return questions
 
     def ask(self, row: QuestionRow, *, question_id: str, chain_of_thought: bool = True) -> Question:
-        """Return a user's question with the prompt and the answer form of this task."""
         answers = self.dataset.answers
         reference = answers.canonical(row.answer)
         if reference is None and row.answer is not None:
@@ -155,7 +153,6 @@ class DatasetTask:
         return Question(question_id, self.name, messages, reference, row.text)
 
     def check_source(self, split: str, *, path: str | None = None) -> None:
-        """Refuse a split or a file that does not exist; nothing is read or downloaded."""
         source = self.dataset.source
         if path is not None:
             if has_question_rows(self.dataset):
@@ -267,7 +264,6 @@ def bare_question(body: str, hint: str, *, chain_of_thought: bool) -> tuple[Mess
 
 
 def write_options(question: str, options: Sequence[str]) -> str:
-    """Return a data set's question with its options, see ``rows.write_options``; refuse too few or too many."""
     if not 2 <= len(options) <= len(LETTERS):
         raise UnusableRowError(f"{len(options)} options")
     return rows.write_options(question, options)

@@ -74,7 +74,6 @@ def judge(
 
 
 def judge_anew(group: QuestionSamples, task: Task) -> QuestionSamples:
-    """Return a question with its answers and verdicts read from the texts again; the rest stays as it is."""
     records = [None if is_failed(sample) else _record_of(sample) for sample in group.samples]
     return replace(group, samples=judge(group.question, records, task, round=group.samples[0].round))
 
@@ -84,12 +83,10 @@ def _record_of(sample: Sample) -> RecordedResponse:
 
 
 def _shared(record: Sample | RecordedResponse) -> dict[str, Any]:
-    """Return the fields that a sample has in common with its record, but for answer and verdict."""
     return {name: getattr(record, name) for name in _SHARED}
 
 
 def continued(prefix: tuple[int, ...], response: Response, decode: Callable[[Sequence[int]], str]) -> RecordedResponse:
-    """Return the whole response: the tokens of ``prefix`` and those of its continuation."""
     token_ids = prefix + response.token_ids
     return replace(_recorded(response), text=decode(token_ids), token_ids=token_ids, prefix_tokens=len(prefix))
 
@@ -114,6 +111,5 @@ def sample_tokens(sample: Sample, query_tokens: int) -> int | None:
 
 
 def total_tokens(samples: Iterable[Sample], query_tokens: int) -> int | None:
-    """Return the tokens of ``samples`` together; None where the length of one is unknown."""
     costs = [sample_tokens(sample, query_tokens) for sample in samples]
     return None if None in costs else sum(cost for cost in costs if cost is not None)

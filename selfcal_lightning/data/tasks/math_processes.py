@@ -57,7 +57,6 @@ class MathWorker:
             return bool(selector.select(seconds))
 
     def ask(self, answer: str, reference: str, *, cpu_seconds: float) -> None:
-        """Send a request; `read_reply` returns the reply."""
         if self.process.poll() is not None or self.has_written(0.0):
             raise BrokenPipeError
         request = {"answer": answer, "reference": reference, "cpu_seconds": cpu_seconds}
@@ -184,7 +183,6 @@ def default_comparer() -> MathComparer:
 
 
 def say_undecided(before: Undecided) -> int:
-    """Report the pairs of expressions that were left undecided since ``before``, and return their number."""
     now = Undecided.so_far()
     found = Undecided(now.pairs - before.pairs, now.untried - before.untried)
     if found.pairs:

@@ -50,7 +50,6 @@ def load_some(
     limit: int | None = None,
     prompt: Prompt | None = None,
 ) -> list[Question]:
-    """Return some questions of a task: ``limit`` of them after the first ``offset``."""
     check_slice(offset, limit)
     last = None if limit is None else offset + limit
     wanted = last if part is None else None
@@ -64,7 +63,6 @@ def load_some(
 
 
 def check_slice(offset: int, limit: int | None) -> None:
-    """Refuse an ``offset`` or a ``limit`` that leaves no question of any split."""
     if limit is not None:
         check_at_least(1, limit=limit)
     check_at_least(0, offset=offset)
@@ -112,7 +110,6 @@ def load_source(place: QuestionPlace, task: str, *, prompt: Prompt | None = None
 
 
 def check_source(place: QuestionPlace, task: str) -> None:
-    """Refuse a task, a split or a file that does not exist, and a limit or an offset that leaves no question."""
     check_slice(place.offset, place.limit)
     get_task(task).check_source(place.split, path=place.path)
 

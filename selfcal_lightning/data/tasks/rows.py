@@ -103,7 +103,6 @@ def check_file(path: str) -> Path:
 
 
 def load_hub_rows(source: HubSource, split: str, columns: Sequence[str]) -> Iterable[Row]:
-    """Return the rows of a split from the hub, or from the local cache of the `datasets` library."""
     import datasets
 
     try:
@@ -256,7 +255,6 @@ def check_question_file(path: str | Path, *, option: str = "questions") -> Path:
 
 
 def is_hub_name(name: str) -> bool:
-    """Return whether this is the name of a data set on the hub, such as hf:openai/gsm8k:main:test."""
     return name.startswith(HUB_PREFIX)
 
 
@@ -349,7 +347,6 @@ def _multiple_choice(text: str, answer: object, choices: object, origin: str) ->
 
 
 def write_options(question: str, options: Sequence[str]) -> str:
-    """Return a question with its options on lines of their own, lettered from A."""
     lines = [f"({letter}) {option.strip()}" for letter, option in zip(CHOICE_LETTERS, options, strict=False)]
     return "\n".join([question.strip(), *lines])
 

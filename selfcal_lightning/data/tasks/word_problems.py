@@ -96,7 +96,6 @@ class Draft:
         self.sentences.append(self.rng.choice(wordings).format(**words))
 
     def number(self) -> int:
-        """Draw a number of the draft's level, sometimes of a lower one."""
         level = self.level if self.rng.random() < 0.75 else self.rng.randint(1, self.level)
         low, high = {1: (2, 20), 2: (10, 99), 3: (100, LARGEST_GIVEN)}[level]
         return self.rng.randint(low, high)
@@ -125,7 +124,6 @@ class Draft:
 
 
 def write_chain(draft: Draft) -> None:
-    """Somebody's pile grows, shrinks, multiplies and is divided."""
     (name, pronoun), (other, _) = draft.rng.sample(PEOPLE, 2)
     things = draft.rng.choice(THINGS)
     words = {"name": name, "pronoun": pronoun, "other": other, "things": things}
@@ -245,7 +243,6 @@ def write_trip(draft: Draft) -> None:
 
 
 def write_bus(draft: Draft) -> None:
-    """People get on and off."""
     vehicle = draft.rng.choice(VEHICLES)
     value = draft.number()
     draft.say("A {vehicle} starts with {n} people.", vehicle=vehicle, n=value)
@@ -374,7 +371,6 @@ def stream_problems(split: Split, *, seed: int = 0, difficulty: Difficulty | Non
 
 
 def write_solution(problem: Problem, rng: random.Random) -> str:
-    """Write the solution of a problem: one equation per step after a random connective, then the answer."""
     steps = []
     for index, equation in enumerate(problem.equations):
         connective = CONNECTIVES[0] if index == 0 else rng.choice(CONNECTIVES[1:])
@@ -394,7 +390,6 @@ class WordProblems:
     def load(
         self, split: str, *, path: str | None = None, chain_of_thought: bool = True, limit: int | None = None
     ) -> list[Question]:
-        """Return the first ``limit`` questions of ``split``, each as one user turn."""
         if not chain_of_thought:
             raise InputError(
                 "Expected `chain_of_thought` to be True for word problems, which the bundled model answers in written "

@@ -183,7 +183,7 @@ class OpenAIEngine:
         return self._in_flight.deliver()
 
     def cancel(self, ids: Iterable[str]) -> dict[str, int]:
-        """Drop requests; see ``Engine``. The counts lack tokens that were still on their way."""
+        """See ``Engine``; the counts lack tokens that were still on their way."""
         self._work_off()
         thrown_away, names = self._in_flight.drop(ids)
         flights = {number: self._flights.pop(number) for number in names}
@@ -214,7 +214,6 @@ class OpenAIEngine:
         return read_scores([[answer] for answer in answers])
 
     def describe(self) -> dict[str, Any]:
-        """Return what identifies the model, as far as the caller stated it."""
         self._ensure_started()
         known = self._identity
         weights, adapter, dtype = known["weights"], known["adapter"], known["dtype"]
@@ -243,7 +242,7 @@ class OpenAIEngine:
             raise RunError("Expected the engine to be open, but it was closed.")
 
     def _ensure_started(self) -> None:
-        """Start the thread and ask the server what it has; where that fails, the next call tries again."""
+        """Start the thread and ask the server what it has; after a failure the next call tries again."""
         self._ensure_open()
         if self._jobs is not None:
             return
@@ -282,7 +281,6 @@ class OpenAIEngine:
         return ServerFacts(name, context_of(self._max_context, limit), version, adapter)
 
     def _try_adapter(self, jobs: BackgroundJobs, transport: Transport) -> None:
-        """Compare an activated adapter with the base model, and with the training module where its weights are here."""
         settings = query_settings(self._chat.query, self._query_ids)
         sizes = {"vocabulary": self._vocabulary, "longest": self._facts.max_context}
         probe = make_probe(settings["query"], settings["token_ids"], **sizes)

@@ -28,7 +28,6 @@ PORTS = {"http": 80, "https": 443}
 
 
 def check_reachable(base_url: str) -> None:
-    """Raise RunError where no connection to the server can be made, in three attempts a second apart."""
     address = urlsplit(base_url)
     place = (address.hostname or "", address.port or PORTS.get(address.scheme, 80))
     problem = OSError()
@@ -71,8 +70,6 @@ _KEY_IS_WRONG = {HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN}
 
 @dataclass(frozen=True, slots=True)
 class ServerFacts:
-    """What a server said of itself."""
-
     served_model: str
     max_context: int
     version: str | None
@@ -80,7 +77,6 @@ class ServerFacts:
 
 
 async def ask_models(transport: Transport, *, key_name: str, deadline: float) -> Any:
-    """Return the server's list of models."""
     try:
         return await transport.get("models", deadline=deadline)
     except StatusError as error:
@@ -92,7 +88,7 @@ async def ask_models(transport: Transport, *, key_name: str, deadline: float) ->
 async def check_features(
     transport: Transport, name: str, chat: ChatFormat, *, server_edt: bool, deadline: float
 ) -> str | None:
-    """Check the server's tokenizer, and its EDT where that is needed; return its version."""
+    """Return the server's version, after checks of its tokenizer and, where that is needed, its EDT."""
     root = transport.base_url.removesuffix("/v1")
     version = (await _offered(transport, f"{root}/version", None, deadline)).get("version")
     await _check_tokenizer(transport, root, name, chat, deadline)
@@ -123,7 +119,6 @@ async def _offered(transport: Transport, url: str, body: dict[str, Any] | None, 
 
 
 async def _check_tokenizer(transport: Transport, root: str, name: str, chat: ChatFormat, deadline: float) -> None:
-    """Raise InputError where the server cuts a text into other tokens: our prompts would be nonsense to it."""
     body = {"model": name, "prompt": _PROBE_TEXT, "add_special_tokens": False}
     answer = await _offered(transport, f"{root}/tokenize", body, deadline)
     ours = chat.tokenizer.encode(_PROBE_TEXT, add_special_tokens=False)
@@ -135,7 +130,7 @@ async def _check_tokenizer(transport: Transport, root: str, name: str, chat: Cha
 
 
 async def _check_edt(transport: Transport, name: str, chat: ChatFormat, deadline: float) -> None:
-    """Raise InputError where the server ignores EDT: it would draw at temperature 1 without a word."""
+    """Refuse a server that ignores EDT: it would draw at temperature 1 without a word."""
     try:
         await transport.post("completions", {"model": name, **edt_probe_body(chat.pad_id)}, deadline=deadline)
     except StatusError as error:
@@ -151,7 +146,7 @@ async def _check_edt(transport: Transport, name: str, chat: ChatFormat, deadline
 async def score(
     transport: Transport, name: str, prompt: Sequence[int], token_ids: Sequence[int], deadline: float
 ) -> list[float]:
-    """Return p(token | prompt) of each token, by the model ``name``, in as many parts as the server takes."""
+    """Return p(token | prompt) of each token, in as many parts as the server takes."""
     found: list[float] = []
     for start in range(0, len(token_ids), MAX_SCORED_IDS):
         chunk = token_ids[start : start + MAX_SCORED_IDS]

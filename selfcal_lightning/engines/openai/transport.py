@@ -47,7 +47,6 @@ Outcome = tuple[int, Any, BaseException | None]
 
 
 def check_base_url(base_url: str, *, allow_http: bool = False) -> str:
-    """Return ``base_url`` without a trailing slash."""
     match = _BASE_URL.fullmatch(base_url)
     if match is None:  # it may hold a password, so it is not repeated
         raise InputError(
@@ -99,7 +98,6 @@ class BackgroundJobs:
         self._thread.start()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run one coroutine alongside the jobs, wait for it and return its result."""
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
@@ -107,11 +105,10 @@ class BackgroundJobs:
             future.cancel()  # where the wait was interrupted; one that is done stays as it is
 
     def add(self, jobs: Sequence[tuple[int, Job]], *, first: bool = False) -> None:
-        """Queue jobs by number, before those that wait when ``first``."""
         self._loop.call_soon_threadsafe(self._queue, list(jobs), first)
 
     def take(self, patience: float | None = None) -> Outcome:
-        """Wait for a job to finish and return its number, result and error; queue.Empty when patience ends."""
+        """Wait for a job to finish; raises queue.Empty when ``patience``, in seconds, ends."""
         return self._outcomes.get(timeout=patience)
 
     def take_ready(self) -> list[Outcome]:
@@ -125,7 +122,6 @@ class BackgroundJobs:
         self.run(self._drop(set(numbers)))
 
     def close(self, *, last: Callable[[], Coroutine[Any, Any, None]] | None = None) -> None:
-        """Cancel everything, run ``last`` in the loop and end the thread. Closing twice is allowed."""
         if not self._thread.is_alive():  # closed, or a forked copy, which has no such thread
             return
         self.run(self._drop(None))
@@ -285,7 +281,6 @@ class Transport:
 
     @asynccontextmanager
     async def _answer(self, method: str, path: str, body: dict[str, Any] | None) -> AsyncIterator[ClientResponse]:
-        """Send a request and give the answer, whose status is 200."""
         if self._session is None:
             self._session = self._http.ClientSession(
                 connector=self._http.TCPConnector(limit=self._max_connections),
@@ -345,7 +340,6 @@ async def _pieces(answer: ClientResponse) -> AsyncIterator[bytes]:
 
 
 def _message(text: str) -> str:
-    """Return the message in the body of a refusal, or the whole body where it has another form."""
     try:
         found = json.loads(text)["error"]["message"]
     except (ValueError, KeyError, TypeError, IndexError, RecursionError):

@@ -62,7 +62,6 @@ def retry_after_seconds(header: str | None, *, now: datetime | None = None) -> f
 
 
 def check_sampling(sampling: SamplingSettings, *, server_edt: bool) -> None:
-    """Raise ValueError where a server would not draw as ``sampling`` says."""
     if edt_parameters(sampling) is not None and not server_edt:
         raise InputError(
             f"Expected `edt_scale` to be None for a server, but got {sampling.edt_scale}. Set `edt_scale` to null, or "
@@ -76,7 +75,6 @@ def check_sampling(sampling: SamplingSettings, *, server_edt: bool) -> None:
 
 
 def sample_body(request: Request, *, max_tokens: int, stop_token_ids: Sequence[int], interval: int) -> dict[str, Any]:
-    """Return the body that asks for one response, streamed in pieces of at least ``interval`` tokens."""
     sampling, edt = request.sampling, edt_parameters(request.sampling)
     body: dict[str, Any] = {
         "prompt": list(map(int, request.context_ids)),
@@ -175,7 +173,6 @@ class SampleReader:
         return bool(self.token_ids) and self.token_ids[-1] in self._ends
 
     def _is_over(self) -> bool:
-        """Return whether further tokens are no part of the response."""
         return bool(self.token_ids) and self.token_ids[-1] in self._ends | self._step_ids
 
 
@@ -213,7 +210,6 @@ def choose_model(answer: Any, *, wanted: str | None, default: str) -> tuple[str,
 
 
 def list_models(answer: Any) -> dict[str, Mapping[str, Any]]:
-    """Return the records of a server's models by name, from its answer to ``GET /models``."""
     try:
         models = {str(item["id"]): item for item in _listed(answer["data"])}
         if not all(isinstance(item, dict) for item in models.values()):

@@ -62,7 +62,6 @@ class RolloutSource:
     at: tuple[int, ...] | None = None
 
     def read(self, chat: ChatFormat, *, longest: int) -> list[Prefix]:
-        """Return the distinct prefixes, by question."""
         found: dict[str, Prefix] = {}
         response: StepsOfResponse | None = None
         for response in self._responses(chat):
@@ -140,7 +139,6 @@ def spread(inner: int, number: int | None) -> list[int]:
 
 
 def text_of(question: Question) -> str:
-    """Return the text of a question; where only its chat is known, the last turn."""
     return question.text or question.messages[-1].content
 
 
@@ -158,7 +156,6 @@ def describe_prefixes(prefixes: Sequence[Prefix], chat: ChatFormat) -> Iterator[
 
 
 def check_source(source: RolloutSource) -> None:
-    """Raise InputError for numbers out of range, and a store that does not exist."""
     for name, value in (("responses", source.responses), ("limit", source.limit), ("prefixes", source.prefixes)):
         if value is not None:
             check_at_least(1, **{name: value})

@@ -119,7 +119,7 @@ class GenerationSettings:
         return load_chat(self.engine, self.model, query=self.query, prompt=self.prompt)
 
     def check(self) -> None:
-        """Check everything that needs neither model nor hub, cheapest first."""
+        """Check everything that needs no model in memory, cheapest first."""
         for name in ("num_samples", "questions_per_shard", "max_failures"):
             check_at_least(1, **{name: getattr(self, name)})
         if self.extend and self.plan is not None:
@@ -135,7 +135,6 @@ class GenerationSettings:
         check_engine(self.engine, self.model)
 
     def questions(self) -> list[Question]:
-        """Load the questions of all tasks, or prefixes as questions of their own."""
         if self.rollouts is not None:
             return [prefix.question for prefix in self._prefixes(self.rollouts)]
         questions = [question for name in self.task for question in load_source(self, name, prompt=self.prompt)]
@@ -162,7 +161,6 @@ class GenerationSettings:
 
 
 def sample_share(settings: GenerationSettings, *, shard: tuple[int, int], progress: bool) -> GenerationReport:
-    """Load the model and sample one share into its own part of the store."""
     questions, chat = settings.questions(), settings.chat()
     engine = open_engine(settings.engine, settings.model, chat=chat)
     try:
@@ -215,7 +213,6 @@ def run_workers(
 
 
 def worker_environment(position: int, workers: int, *, gpus: int = 1) -> dict[str, str]:
-    """Return the environment of a worker: its GPUs of those that this process sees, or a share of the CPU cores."""
     import torch
 
     environment = dict(os.environ)
@@ -268,7 +265,7 @@ def _watch_parent() -> None:
 
 
 def work() -> int:
-    """Run the job given on standard input. Returns the exit status."""
+    """Run the job given on standard input and return the exit status."""
     keep_bitsandbytes_quiet()
     job = json.loads(sys.stdin.readline())
     threading.Thread(target=_watch_parent, daemon=True).start()
@@ -291,7 +288,6 @@ COUNTS = ("generated", "unreadable", "truncated", "cut_read", "refused", "left_o
 
 
 def parse_shard(shard: str) -> tuple[int, int]:
-    """Return (i, n) of "i/n"."""
     match = re.fullmatch(r"(\d+)/(\d+)", shard)
     if match is None or int(match[1]) >= int(match[2]):
         raise InputError(f"Expected `shard` to be 'i/n' with 0 <= i < n, such as '0/4', but got {shard!r}.")
@@ -379,7 +375,7 @@ def _what_is_kept(store_dir: Path) -> str:
 
 
 def _has_all(settings: GenerationSettings, share: list[Question]) -> bool:
-    """Return whether the store has the whole share; settings that are not the store's are refused at once."""
+    """Return whether the store has the whole share; settings that are not its own are refused at once."""
     check_can_draw(settings.engine, settings.sampling)
     if settings.engine.is_remote:
         return False
@@ -397,7 +393,6 @@ def _has_all(settings: GenerationSettings, share: list[Question]) -> bool:
 def _sample_on_devices(
     settings: GenerationSettings, share: list[Question], shards: list[tuple[int, int]]
 ) -> GenerationReport:
-    """Sample ``share`` with one worker process for each of ``shards`` and add up their reports."""
     started = time.monotonic()
     store = SampleStore(settings.store_dir, num_samples=None if settings.plan else settings.num_samples)
     parts = {part_name(shard) for shard in shards}
@@ -425,7 +420,6 @@ def _sample_on_devices(
 
 
 def _join_when_complete(store: SampleStore, wanted: set[str], *, total: int) -> None:
-    """Join the parts when every question of the run is there: of ``total`` machines, the one that finishes last."""
     missing = len(wanted - store.question_ids(include_parts=True))
     if missing:
         say(f"{missing:,} questions belong to other shards and are not there yet; the last to finish joins the parts.")

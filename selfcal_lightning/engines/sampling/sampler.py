@@ -330,7 +330,7 @@ class _Sampler:
         self._refused = []
 
     def _store(self, state: _OpenQuestion) -> int:
-        """Judge a question's responses and append them to the writer; return how many could not be read."""
+        """Judge a question's responses and write them; return how many could not be read."""
         responses = [None if isinstance(outcome, Failure) else outcome for outcome in state.outcomes]
         earlier = self.earlier.of(state.question.id)
         prefix = self.prefixes.get(state.question.id, ())
@@ -400,7 +400,6 @@ def part_name(shard: tuple[int, int]) -> str:
 
 
 def select_share(questions: Sequence[Question], shard: tuple[int, int]) -> list[Question]:
-    """Return the questions of share i of n, ``shard = (i, n)``."""
     number, total = shard
     if not 0 <= number < total:
         raise InputError(f"Expected `shard` to be (i, n) with 0 <= i < n, but got {shard}.")
@@ -443,10 +442,7 @@ def is_complete(
     round: int = 0,
     shard: tuple[int, int] = (0, 1),
 ) -> bool:
-    """Return whether the store has ``round`` of share (i, n) of every split; refuse settings that are not its own.
-
-    No model is loaded.
-    """
+    """Return whether the store has the share of every split, without a model; refuse settings that are not its own."""
     if not round_file(Path(store_dir), round).exists():
         return False
     head_dtype = SampleStore(store_dir).round_manifest(round).fingerprint.model.head_dtype

@@ -35,7 +35,6 @@ def _encode_prompts(model: CachedModel, rows: SlotRows, requests: Mapping[int, R
 
 
 def _encode_prefixes(model: CachedModel, requests: Mapping[int, Request], most: int) -> None:
-    """Encode the prefixes of the requests in their slots, which hold the prompts."""
     readers: dict[tuple[int, ...], int] = {}
     for slot, request in requests.items():
         if request.prefix_ids:
@@ -51,7 +50,6 @@ def _encode_prefixes(model: CachedModel, requests: Mapping[int, Request], most: 
 
 
 def _copy(model: CachedModel, requests: Mapping[int, Request], sources: Mapping[int, int], *, part: str) -> None:
-    """Copy to each slot what another slot holds of the same tokens."""
     copies = {slot: source for slot, source in sources.items() if slot != source}
     if copies:
         longest = max(len(getattr(requests[slot], part)) for slot in copies)
@@ -99,10 +97,7 @@ def _read_last_tokens(model: CachedModel, rows: SlotRows, where: torch.Tensor) -
 
 
 def check_sleep(model: CachedModel, query_ids: Sequence[int]) -> None:
-    """Check that the adapter is inactive on contexts and active on the query.
-
-    Loading it has compared it asleep with the base model; this compares the engine's own two passes.
-    """
+    """Compare the engine's own two passes; loading has compared the adapter asleep with the base model."""
     vocabulary = model.network.config.get_text_config().vocab_size
     context = [i % vocabulary for i in range(1, 9)]
     asleep = model.next_token_logits([context])

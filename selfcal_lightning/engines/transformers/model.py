@@ -72,11 +72,9 @@ class SlotCache(Cache):
         self._width = 0
 
     def plan(self, slots: Tensor, columns: Tensor, read_width: int, *, leading: bool) -> None:
-        """Say where the next forward pass writes and reads."""
         self._slots, self._columns, self._read_width, self._leading = slots, columns, read_width, leading
 
     def reserve(self, num_slots: int, width: int) -> None:
-        """Make room for ``num_slots`` slots of ``width`` columns, keeping what is stored."""
         if num_slots <= self._num_slots and width <= self._width:
             return
         self._num_slots = max(num_slots, self._num_slots)
@@ -313,10 +311,7 @@ def _rounded(width: int) -> int:
 
 
 def load_network(model: str, *, revision: str | None, adapter: str | None, dtype: str, device: str) -> PreTrainedModel:
-    """Load a causal model for inference, with its adapter merged (float32) or kept separate (half precision).
-
-    An activated adapter is kept separate and inactive.
-    """
+    """Load a causal model for inference, its adapter merged in float32, else separate; an activated one sleeps."""
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if dtype == "auto":

@@ -73,7 +73,6 @@ def _query_of(path: str) -> tuple[int, ...] | None:
 
 @functools.cache
 def _change_vllm() -> None:
-    """Put our functions around vLLM's, once in a process."""
     keys = functools.partial(_block_keys, kv_cache_utils.generate_block_hash_extra_keys)
     for module in (kv_cache_utils, block_pool, offload_manager):
         module.generate_block_hash_extra_keys = keys

@@ -58,7 +58,6 @@ class DynamicTemperature(ProcessorV1, ProcessorV2):
 
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:
-        """Raise ValueError for parameters that EDT does not define."""
         values = (sampling_params.extra_args or {}).get(EXTRA_ARG)
         if values is None:
             return

@@ -184,7 +184,7 @@ class VLLMEngine:
         return self._in_flight.deliver()
 
     def cancel(self, ids: Iterable[str]) -> dict[str, int]:
-        """Drop requests; see ``Engine``. It waits for the child's answer, one step at most, so cancel many at once.
+        """See ``Engine``; it waits for the child's answer, one step at most, so cancel many at once.
 
         What a child drew that is lost before it answers is unknown and left out.
         """
@@ -198,10 +198,7 @@ class VLLMEngine:
     def next_token_probabilities(
         self, prompts: Sequence[Sequence[int]], token_ids: Sequence[int], *, with_adapter: bool = True
     ) -> list[list[float] | None]:
-        """Return p(token | prompt), [len(prompts)][len(token_ids)]; see ``Engine``.
-
-        None stands for a prompt that crashes the engine, or that vLLM refuses.
-        """
+        """See ``Engine``; None stands for a prompt that crashes the engine, or that vLLM refuses."""
         self._ensure_started()
         check_prompts(prompts, self.max_context)
         for what, ids in (("`token_ids`", token_ids), *((f"prompt {i}", prompt) for i, prompt in enumerate(prompts))):
@@ -302,7 +299,6 @@ class VLLMEngine:
             self._check_against_module(query)
 
     def _check_against_module(self, activated: dict[str, Any]) -> None:
-        """Compare the child's answers to its self-test with those of the training module; end it where they differ."""
         from selfcal_lightning.engines.transformers.contexts import hold_against_module
 
         told = self._limits["probe"]
@@ -323,7 +319,6 @@ class VLLMEngine:
             process.kill()
 
     def _work(self, patience: float = math.inf) -> None:
-        """Feed the child, wait for what it says and take it in."""
         self._ensure_started()
         self._feed()
         if self._process is not None:
@@ -407,7 +402,7 @@ class VLLMEngine:
             self._in_flight.fail(flight.name, failure)
 
     def _on_crash(self, reason: str, *, fatal: bool = False) -> None:
-        """End the child, queue its work again and decide whether to continue; the next piece of work starts another."""
+        """Queue the child's work again, unless it failed too often; the next piece of work starts another."""
         process, self._process = self._process, None
         report = cast(WorkerProcess, process).bury()
         self._totals["crashes"] += 1

@@ -114,7 +114,6 @@ class WorkerProcess:
         return self._process.pid
 
     def close(self) -> None:
-        """Ask the child to end, make it end if it does not, and remove a temporary log."""
         with contextlib.suppress(OSError, subprocess.TimeoutExpired):  # dead or deaf: then it is killed below
             self.channel.send({"op": "close"})
             self._process.wait(timeout=_CLOSE_SECONDS)
@@ -166,7 +165,6 @@ def worker_environment(
     num_threads: int | None = None,
     activated_adapter: str | None = None,
 ) -> dict[str, str]:
-    """Return the child's environment: the parent's without the launcher's variables, and bound to its GPUs."""
     environment = {
         name: value
         for name, value in parent.items()

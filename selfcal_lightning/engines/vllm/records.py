@@ -67,7 +67,6 @@ class FlightBook:
         return len(self._waiting) + len(self._running)
 
     def add(self, flights: Iterable[Flight], *, first: bool = False) -> list[int]:
-        """Queue ``flights``, ``first`` ones before the others, and return their numbers."""
         added = {next(self._numbers): flight for flight in flights}
         self._waiting = {**added, **self._waiting} if first else {**self._waiting, **added}
         return list(added)

@@ -88,7 +88,6 @@ def probabilities(completion: CompletionOutput, token_ids: Sequence[int]) -> lis
 
 
 def _ask(engine: LLMEngine, groups: ProbeGroups, token_ids: Sequence[int], lora: LoRARequest | None) -> list[Table]:
-    """Return the probabilities of the tokens after the prompts of each group, with the adapter or without it."""
     found: dict[str, list[float]] = {}
     for group, (prompts, awake) in enumerate(groups):
         for i, prompt in enumerate(prompts):
@@ -154,7 +153,6 @@ class Worker:
             self._add(spec["id"], f"s{spec['id']}", prompt, params, None if self._query_ids else self._lora)
 
     def add_scores(self, specs: list[dict[str, Any]]) -> None:
-        """Queue questions how probable each of some tokens is after a prompt."""
         for spec in specs:
             self._scores[spec["id"]] = spec["token_ids"]
             sleeps = self._query_ids is not None and not ends_with_query(spec["prompt"], self._query_ids)
@@ -263,7 +261,6 @@ class Worker:
 
 
 def _build_engine(settings: dict[str, Any]) -> tuple[LLMEngine, dict[str, Any]]:
-    """Start vLLM and return it with the limits that the parent has to know."""
     import vllm
     from vllm.engine.arg_utils import EngineArgs
     from vllm.platforms import current_platform

@@ -171,6 +171,7 @@ class AdapterExport(Callback):
                 self._export_auxiliary(pl_module, name, folder)
 
     def _is_written(self, folder: Path) -> bool:
+        """Return whether a folder has the export of this run, after as many steps."""
         manifest = read_manifest(folder) or {}
         steps = (manifest.get("training") or {}).get("steps")
         return self.run is not None and (manifest.get("run"), steps) == (self.run, self._training["steps"])

@@ -71,6 +71,7 @@ class PoolCurve(Callback, ABC):
         self._before = {pool: (one.numpy(), other.numpy()) for pool, (one, other) in state_dict.items()}
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+        """Score and draw the pool with the weights that training starts from; a resumed run has done so."""
         if not self.before or trainer.global_step > 0 or not trainer.enable_validation:
             return
         if (scored := self._score(trainer, pl_module)) is None:
@@ -86,6 +87,7 @@ class PoolCurve(Callback, ABC):
         self._draw(trainer, "val", self.pools(pl_module.val_metrics), self._before)
 
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
+        """Score and draw the pool once more where no validation has seen the last weights."""
         if self._drawn_at == trainer.global_step or not trainer.enable_validation:
             return
         if (scored := self._score(trainer, pl_module)) is not None:
@@ -208,6 +210,7 @@ class CapabilityCurve(PoolCurve):
     tag, metrics_class = "capability_curve", CapabilityMetrics
 
     def pools(self, metrics: CapabilityMetrics) -> Pools:
+        """Return predictions and shares of right responses; nothing where none is verified."""
         predicted, correct, samples = metrics.questions_seen()
         return {"validation": (predicted, correct / samples)} if len(predicted) else {}
 

@@ -45,6 +45,7 @@ class ConfidenceWriter(Callback):
         self._values: list[torch.Tensor] = []
 
     def setup(self, trainer: Trainer, pl_module: ScoringModule, stage: str) -> None:
+        """Refuse a second writer of the same name, and a module whose confidences nobody could tell apart."""
         self._check(trainer, pl_module)
 
     def plan_run(self, verb: str, trainer: Trainer, module: ScoringModule, data: object) -> Plan:

@@ -193,6 +193,7 @@ class ResumedAt:
 
 
 def resumed_at(checkpoint: Mapping[str, Any]) -> ResumedAt:
+    """Return where training continues from a checkpoint of Lightning's Trainer."""
     # One written between the last batch of an epoch and its end counts the epoch as begun and not as completed.
     loop = checkpoint["loops"]["fit_loop"]
     epochs, batches = loop["epoch_progress"]["current"], loop["epoch_loop.batch_progress"]
@@ -216,6 +217,7 @@ def is_over(trainer: Trainer, *, epochs: int, steps: int) -> bool:
 def check_can_regenerate(
     trainer: Trainer, module: ConfidenceModel, engine: EngineOptions, *, has_questions: bool
 ) -> None:
+    """Raise InputError, before any sampling, for what later rounds do not work with."""
     problems = {
         "needs `train` sources in the data module": not has_questions,
         "needs `lora` settings: every round keeps its adapter": module.lora is None,
@@ -372,6 +374,7 @@ class SSCGeneration(Callback):
         return Plan(sampling=(sampling,), places=(Place("samples", data.store_dir),), notes=notes)
 
     def _check_module(self, module: object, data: StoredDataModule) -> None:
+        """Refuse a module that does not say what is sampled from; later rounds need one that trains the generator."""
         kind = ScoringModule if data.regenerate_every_n_epochs is None else ConfidenceModel
         check_defines(module, kind, who="SSCGeneration")
 
@@ -382,6 +385,7 @@ class SSCGeneration(Callback):
         self._resumed_training = state_dict.get("training")
 
     def setup(self, trainer: Trainer, pl_module: ConfidenceModel, stage: str) -> None:
+        """Sample what is missing of the splits that ``stage`` reads, in round 0."""
         data = _data(trainer)
         self._check_module(pl_module, data)
         check_place(Path(data.store_dir))
@@ -438,6 +442,7 @@ class SSCGeneration(Callback):
         self._report(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: ConfidenceModel) -> None:
+        """Sample the round of the next epoch where a new one begins with it."""
         data, following = _data(trainer), trainer.current_epoch + 1
         if data.round_of(following) == data.round_of(trainer.current_epoch):
             return
@@ -553,6 +558,7 @@ class SSCGeneration(Callback):
                 torch.cuda.empty_cache()
 
     def _start(self, trainer: Trainer, module: ConfidenceModel, chat: ChatFormat, adapter: str | None) -> Engine:
+        """Start the engine on the base model, or next to the trainer with ``adapter``."""
         options = replace(self.engine, revision=module.revision)
         place = EnginePlace(trainer.strategy.root_device, trainer.local_rank, trainer.num_devices)
         if adapter is None:
@@ -574,6 +580,7 @@ class SSCGeneration(Callback):
         return rounds.check_adapter(engine, module.model, probes, earlier=earlier)
 
     def _join(self, trainer: Trainer, meeting: Rendezvous, splits: Splits, *, round: int = 0) -> None:
+        """Wait for the shares of all processes, and show them to readers."""
         store = SampleStore(_data(trainer).store_dir)
         wanted = {question.id for questions in splits.values() for question in questions}
         wait_for_shares(meeting, store, wanted, round=round)

@@ -81,6 +81,7 @@ class PreemptionCheckpoint(Callback):
         raise PreemptedError(f"{who} asked this run to stop; the checkpoint of step {step} is {path}")
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Say how to continue, or restore the signal handlers where something else ended the run."""
         if not isinstance(exception, PreemptedError):
             self.stop.restore()
             return

@@ -157,6 +157,7 @@ class RolloutDataModule(StoredDataModule):
         return "ssc"
 
     def check_num_samples(self) -> None:
+        """Refuse a single response where it is compared with others; a selection is learnt as it is."""
         if self.num_samples < 2 and (self.reward != "none" or self.target is not None):
             raise InputError(
                 f"`num_samples` must be at least 2 with `reward: {self.reward}` and `target: {self.target}`, which "
@@ -164,6 +165,7 @@ class RolloutDataModule(StoredDataModule):
             )
 
     def questions(self, split: Split) -> list[Question]:
+        """Return the questions of a split, without gold answers unless the reward is made of them."""
         found = super().questions(split)
         return found if self.reward == REFERENCE else [replace(question, reference=None) for question in found]
 
@@ -249,6 +251,7 @@ class RolloutDataModule(StoredDataModule):
         return super()._table(store, self._seen(index), collator, recipes)
 
     def _seen(self, index: SampleIndex) -> SampleIndex:
+        """Return the columns, without labels unless the reward is made of them."""
         return index if self.reward == REFERENCE else replace(index, correct=np.full(len(index), np.nan))
 
     def _read(
@@ -360,6 +363,7 @@ class RolloutDataModule(StoredDataModule):
 
 
 def _check_on_policy(store: SampleStore, round: int) -> None:
+    """Refuse a round that was not sampled from the policy's own, unmodified distribution."""
     sampling, found = store.round_manifest(round).fingerprint.sampling, "no record of its sampling"
     if sampling is not None:
         wanted = {"temperature": 1.0, "edt_scale": None, "top_p": 1.0}

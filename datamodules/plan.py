@@ -61,6 +61,7 @@ def planned_steps(trainer: Trainer, each: int) -> tuple[int, int | None]:
 
 
 def check_data(data: StoredDataModule, verb: str, trainer: Trainer) -> None:
+    """Refuse missing sources, and trainers that would change the rows of a step or keep the loader of an old round."""
     for source in chain.from_iterable(data.sources.values()):
         check_source(source, source.task)
     if deals_rows_anew(trainer):

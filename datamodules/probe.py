@@ -301,6 +301,7 @@ class ProbeDataModule(LightningDataModule):
         return {"batch_size": self.batch_size, "seed": self.seed}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Refuse another order where training continues."""
         changed = [f"`{name}` was {old!r}" for name, old in state_dict.items() if old != self.state_dict()[name]]
         if changed and self.trainer is not None and self.trainer.state.fn == TrainerFn.FITTING:
             raise InputError(f"The checkpoint has another order of questions: {'; '.join(changed)}. Restore it.")

@@ -104,6 +104,7 @@ class SSCDataModule(StoredDataModule):
 
     @property
     def _is_activated(self) -> bool:
+        """Whether an activated adapter is trained, which has no use for generation samples."""
         module = self._module()
         return module is not None and module.activated
 

@@ -298,6 +298,7 @@ class OptimizerStepSampler:
             yield from self.micro_batches(epoch, start)
 
     def micro_batches(self, epoch: int, start: int = 0) -> Iterator[MicroBatch]:
+        """Yield this process's micro-batches of ``epoch`` from number ``start``."""
         draw = self.draw(epoch)
         edges = self._edges(draw)
         _, dealt = self.steps(draw)  # all of them: what does not fit is refused before the epoch begins

@@ -48,6 +48,7 @@ class TargetRecipe:
 
 
 def read_recipe(target: str, teacher: str | None, teacher_share: float) -> TargetRecipe:
+    """Return the recipe of these settings; reads the file of the soft-label source."""
     check_teacher(teacher, teacher_share, target=target)
     return TargetRecipe(target, None if teacher is None else Fusion.load(Path(teacher)), teacher_share)
 
@@ -64,6 +65,7 @@ def check_teacher(teacher: str | None, teacher_share: float, *, target: str | No
 
 
 def check_agreement(num_samples: int, target: str) -> None:
+    """Refuse targets that would be the agreement of a single response with itself, or with none."""
     if num_samples < 2 and target in AGREEMENT:
         why = "has no other to agree with" if target in LEAVE_ONE_OUT else "always agrees with itself"
         raise InputError(
@@ -218,6 +220,7 @@ def compute_targets(
 
 
 def _of_question(target: str, answers: Sequence[str | None], labels: FloatArray) -> float:
+    """Return what the responses say about their question; nan where nothing."""
     if target == "expected_accuracy":
         return float(labels.mean())
     value = agreeing_pairs(answers) if target == "agreeing_pairs" else top_share(answers)
@@ -300,6 +303,8 @@ def read_in_chunks(store: SampleStore, index: SampleIndex, rows: np.ndarray) -> 
 
 
 class TupleDataset(Dataset[TupleRows]):
+    """Map-style view: given a micro-batch of row numbers, reads just these rows from the shards."""
+
     def __init__(self, store: SampleStore, table: TupleTable) -> None:
         self.store = copy.copy(store)  # without open files, which worker processes must not share
         self.table = table
@@ -370,6 +375,7 @@ def describe_draw(table: TupleTable, pools: Mapping[str, TaskPools], draw: Epoch
 
 
 def describe_targets(table: TupleTable) -> str:
+    """Return how high the targets are and, where labels exist, how good: a model learns no more than they know."""
     text = f"targets: mean {table.target.mean():.3f}"
     known = ~np.isnan(table.correct)
     if not known.any():

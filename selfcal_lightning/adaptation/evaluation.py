@@ -41,6 +41,7 @@ class SampledSet:
         return self.each(lambda samples: fmean(bool(one.correct) for one in samples))
 
     def solved(self, k: int) -> Floats:
+        """Return pass@k of each question [Q]: whether one of the first k responses is right."""
         return self.each(lambda samples: any(one.correct for one in samples[:k]))
 
     def majority(self, k: int) -> Floats:
@@ -56,6 +57,7 @@ class SampledSet:
         return self.each(lambda samples: len({one.answer for one in samples if one.answer}))
 
     def unreadable(self) -> Floats:
+        """Return the share of unreadable responses [Q]."""
         return self.each(lambda samples: fmean(not one.answer for one in samples))
 
     def scored(self) -> ScoredResponses | None:

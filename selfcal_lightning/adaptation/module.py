@@ -262,6 +262,7 @@ class TestTimeTrainingModule(ConfidenceModel):
             check_features(trainer, [FEATURE], rows=SUPPORT, reasons=REASONS)
 
     def on_fit_start(self) -> None:
+        """Refuse data with another reward or target, and models that compute packed rows wrongly."""
         data = self._data()
         check_stated({"reward": (self.policy.reward, data.reward), "target": (self.policy.target, data.target)})
         self._check_packing()

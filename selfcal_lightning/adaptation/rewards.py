@@ -73,6 +73,7 @@ def log_score(confidence: float | None, target: float) -> float:
 
 
 def confidence_metrics(texts: Sequence[str]) -> dict[str, float | None]:
+    """Return mean and standard deviation of the valid stated confidences, and the shares outside [0, 1] or missing."""
     found = [stated_confidence(text) for text in texts]
     values = [one.value for one in found if one.value is not None]
     return {

@@ -163,6 +163,7 @@ class RLExport:
 
 
 def check_export_target(output: str | Path, selection: Selection) -> None:
+    """Raise InputError unless ``output`` is a new or empty folder, or an earlier export."""
     place = Path(output)
     check_apart(place, {"selection": selection.path, "store": selection.manifest["store"]["path"]}, option="output")
     is_own = _manifest_of(place).get("kind") == KIND

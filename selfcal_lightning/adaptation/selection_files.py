@@ -252,6 +252,7 @@ def examples(selection: Selection, *, store_dir: str | Path | None = None) -> It
 
 
 def _check_same(row: SelectedRow, at: int | None, index: SampleIndex, origins: Mapping[str, str], place: Path) -> None:
+    """Raise InputError unless the store still holds the response that was selected, with the answer that it had."""
     which = f"response {row.index} to {row.question_id!r}"
     if at is None or origins[index.files[index.shard[at]]] != row.shard:
         raise InputError(f"{place} lacks {which}, or it was sampled again. Run `selfcal select` again.")

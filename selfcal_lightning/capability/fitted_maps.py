@@ -145,6 +145,7 @@ def isotonic_knots(scores: Array, targets: Array) -> tuple[tuple[float, ...], tu
 
 
 def fit_pass_at_k_maps(scores: Array, num_correct: Array, num_samples: Array, *, ks: Sequence[int]) -> PassAtKMaps:
+    """Fit an isotonic map of a score to the unbiased pass@k of calibration questions, for each k."""
     ordered = tuple(sorted(set(ks)))
     knots = [isotonic_knots(scores, pass_at_k(num_samples, num_correct, k)) for k in ordered]
     return PassAtKMaps(ordered, tuple(x for x, _ in knots), tuple(y for _, y in knots))

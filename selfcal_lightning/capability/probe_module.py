@@ -40,6 +40,7 @@ _ARRAYS = ("centre", "scale")
 
 
 def check_same_basis(stored: ProbeBasis, current: ProbeBasis) -> None:
+    """Raise InputError if a checkpoint was trained on other features, questions or targets."""
     differing = [
         f"`{name}` was {before!r} and is {now!r}"
         for name in ("pooling", "target", "draws", "origin", "sampling")
@@ -54,6 +55,7 @@ def check_same_basis(stored: ProbeBasis, current: ProbeBasis) -> None:
 
 
 def check_trainer(trainer: Trainer) -> None:
+    """Raise InputError for Trainer settings that this short training does not support."""
     size, precision, batches = trainer.world_size, trainer.precision, trainer.accumulate_grad_batches
     for is_met, wanted, value in (
         (size == 1, "one process", f"{size} processes"),

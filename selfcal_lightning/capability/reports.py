@@ -53,6 +53,7 @@ def capability_scatter(predicted: Floats, share: Floats, *, title: str) -> Figur
 
 
 def budget_figure(rows: Sequence[BudgetRow]) -> Figure:
+    """Draw what allocating samples by an estimate solves beyond a uniform allocation, over the budget."""
     gains = {row.way: row.gain for row in rows if row.gain is not None}
     figure, axes = _gains_figure(gains, rows[0].budgets)
     axes.set_xscale("log", base=2)
@@ -62,6 +63,7 @@ def budget_figure(rows: Sequence[BudgetRow]) -> Figure:
 
 
 def mixing_figure(rows: Sequence[MixingRow]) -> Figure:
+    """Draw what plans solve beyond a uniform allocation, over how much of that is mixed in."""
     figure, axes = _gains_figure({row.way: row.gain for row in rows}, rows[0].even_shares)
     axes.set_xlabel(f"even share mixed in, {rows[0].budget} samples a question")
     return figure

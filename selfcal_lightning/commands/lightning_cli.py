@@ -136,6 +136,7 @@ class ConfigKeeper(SaveConfigCallback):
     """Leaves the resolved configuration in the log folder (without a logger, the working folder); replaces no other."""
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Take ``config.yaml``, or the first numbered name that is free or holds these very settings."""
         log_dir = trainer.log_dir  # agreed on by a broadcast
         if not self.already_saved and log_dir is not None and not is_address(log_dir):
             text = self.parser.dump(self.config, skip_none=False)

@@ -110,6 +110,8 @@ class ShortErrors(ArgumentParser):
 
 
 class RaisingErrors(ShortErrors):
+    """The same for a program: mistakes are raised."""
+
     def refuse(self, sentence: str, parser: ArgumentParser) -> NoReturn:
         raise InputError(sentence)
 
@@ -126,6 +128,7 @@ class VerbParser(ShortErrors):
 
 
 def let_flags_stand_alone(parser: ArgumentParser) -> None:
+    """Let ``--flag`` mean ``--flag true``."""
     for action in parser._actions:
         if getattr(action, "_typehint", None) is bool:
             action.nargs, action.const = "?", True

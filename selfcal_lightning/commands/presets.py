@@ -135,6 +135,7 @@ def count_parts(questions: Mapping[str, Sequence[Question]], *, origin: str) -> 
 
 
 def check_questions_target(place: Path, *, inputs: Sequence[str] = ()) -> None:
+    """Raise InputError where writing questions to ``place`` would replace a file that is not ours."""
     is_own = partial(has_first_keys, {"id", "question", "answer", "task"})
     check_replaceable(place, is_own, option="output_dir", kind="earlier questions", inputs=inputs)
 
@@ -254,6 +255,7 @@ def common_case(arguments: Sequence[str]) -> tuple[PreparedCase, list[str]] | No
 
 
 def _value(name: str, text: str) -> Any:
+    """Return the value of an option as YAML reads it; sampling takes numbers."""
     if name.startswith("columns.") or name == "prompt.system":
         return text
     try:

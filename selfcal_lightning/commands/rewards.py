@@ -170,6 +170,7 @@ def _check_exports(export: str | None, export_trl: str | None) -> None:
 
 
 def _policy_of(policy: StoreFingerprint, model: str | None, *, revision: str | None) -> str:
+    """Return the model to roll out with: the one that sampled the responses, where that is known."""
     sampled = policy.model
     if model is None:
         if sampled.model in (None, IMPORTED):

@@ -107,6 +107,7 @@ class AgreementScores:
     needs_pool: ClassVar[bool] = True
 
     def score(self, pool: Sequence[QuestionSamples]) -> list[list[float | None]]:
+        """Return the confidence of every sample, [question][sample]; None where there is nothing to compare."""
         return [self.of_clusters(entry, self._clusters(entry)) for entry in pool]
 
     def _clusters(self, entry: QuestionSamples) -> Clusters:
@@ -172,6 +173,7 @@ class TwoSampleHybrid(Verbalized):
         self._num_samples = num_samples
 
     def score(self, pool: Sequence[QuestionSamples]) -> list[list[float | None]]:
+        """Return the hybrid of every sample; None without an answer or a stated confidence."""
         stated = super().score(pool)
         return [
             hybrid([sample.answer for sample in entry.samples], row, num_samples=self._num_samples)

@@ -70,6 +70,7 @@ class SampleScorer(Protocol):
 
 
 def confidence_of(sample: Sample, name: str) -> float | None:
+    """Return the confidence ``name`` of a sample, or None where it has none."""
     stored: float | None = None
     if name == P_TRUE:
         stored = sample.p_true
@@ -115,4 +116,5 @@ def add_scores(sample: Sample, scorers: Sequence[SampleScorer]) -> Sample:
 
 
 def split_hash(question_ids: Iterable[str]) -> str:
+    """Return a sha256 that identifies a set of questions, independent of their order."""
     return hashlib.sha256("\n".join(sorted(set(question_ids))).encode()).hexdigest()

@@ -58,6 +58,7 @@ class Domain:
         return np.sqrt((along**2 / self.variances).sum(axis=1) + beyond / self.rest)
 
     def holds(self, states: Floats) -> list[bool]:
+        """Return whether each state [n, D] lies within the threshold."""
         return [bool(near) for near in self.distance(states) <= self.threshold]
 
     def save(self, folder: Path) -> None:

@@ -192,6 +192,11 @@ class ProbedResponses:
         tokens.watch(None)
 
     def score(self, pool: Sequence[QuestionSamples]) -> Scores:
+        """Return the confidence of every sample; None if it is empty or too long for the model.
+
+        Raises:
+            InputError: The probe was fitted on one of the questions.
+        """
         return self._probe.score(self._tokens, pool)
 
 
@@ -269,9 +274,11 @@ class LowestGroupConfidence:
         self._tokens, self._window, self._lowest = tokens, window, lowest
 
     def score(self, pool: Sequence[QuestionSamples]) -> Scores:
+        """Return the confidence of every sample; None if it is empty or too long for the model."""
         return self._tokens.scores(pool, self.read)
 
     def read(self, statistics: ResponseStatistics) -> float:
+        """Return the confidence of one response; nan without tokens."""
         from selfcal_lightning.confidence.certainty import lowest_group_confidence
 
         found = lowest_group_confidence(statistics.top_confidence, window=self._window, share=self._lowest)
@@ -358,6 +365,7 @@ class SteadyTokens:
         self._statistics: tuple[Read, ...] = (TokenSteadiness.read,)
 
     def score(self, pool: Sequence[QuestionSamples]) -> Scores:
+        """Return the weight of every sample; None without a score, or if it is too long."""
         found = [self._tokens.scores(pool, read) for read in self._statistics]
         return [_weights(columns) for columns in zip(*found, strict=True)]
 

@@ -57,6 +57,7 @@ class ResponseTable:
 
 
 def feature_value(sample: Sample, name: str) -> float | None:
+    """Return one feature of a response, or None if missing."""
     if name == NUM_TOKENS:
         return None if sample.num_tokens is None else float(sample.num_tokens)
     value = confidence_of(sample, confidence_behind(name))
@@ -71,10 +72,12 @@ def feature_value(sample: Sample, name: str) -> float | None:
 
 
 def confidence_behind(name: str) -> str:
+    """Return the confidence that a feature is computed from: "p_true" for "logit:p_true"."""
     return name.removeprefix(LOGIT)
 
 
 def required_confidences(features: Sequence[str]) -> tuple[str, ...]:
+    """Return the confidences that ``features`` are computed from; ``num_tokens`` needs none."""
     return tuple(dict.fromkeys(confidence_behind(name) for name in features if name != NUM_TOKENS))
 
 
@@ -98,6 +101,7 @@ def log_odds(probabilities: Floats, name: str = "confidence") -> Floats:
 
 
 def _column(samples: Sequence[Sample], name: str) -> Floats:
+    """Return one feature of every response [N]; nan where there is none."""
     if name == NUM_TOKENS:
         return np.array([sample.num_tokens for sample in samples], dtype=np.float64)  # None is NaN
     values = np.array([confidence_of(sample, confidence_behind(name)) for sample in samples], dtype=np.float64)

@@ -153,6 +153,7 @@ class Fusion:
 
     @classmethod
     def load(cls, path: str | Path) -> Fusion:
+        """Read a fusion from a JSON file; :func:`load_scorer` reads files of any kind."""
         return cast(Fusion, load_scorer(path, (KIND,)))
 
 
@@ -210,6 +211,7 @@ def fit_fusion(
 
 
 def _targets(pool: Sequence[QuestionSamples], table: ResponseTable, target: FusionTarget) -> Floats:
+    """Return the target of every response [N]; nan if it has none."""
     if target == "label":
         check_labels(table)
         return table.correct
@@ -238,6 +240,7 @@ def load_scorer(path: str | Path, kinds: Sequence[str] = (*SCALER_KINDS, KIND)) 
 
 
 def load_scorers(paths: Sequence[str | Path]) -> list[FittedScorer]:
+    """Read several scorers; each may use the confidences of those before it."""
     scorers = [load_scorer(path) for path in paths]
     names = [scorer.name for scorer in scorers]
     if len(set(names)) < len(names):
@@ -271,6 +274,7 @@ def load_for_fitting(
     *,
     texts: bool = False,
 ) -> RecordedPool:
+    """Return a calibration split's questions, with the store annotations that fitting needs."""
     names = {*needed, *(name for scorer in scorers for name in scorer.requires)}
     names -= {*STORED, *(scorer.name for scorer in scorers)}
     annotations = sorted(names & set(annotation_names(pool))) if Path(pool).is_dir() else []

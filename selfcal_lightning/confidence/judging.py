@@ -36,6 +36,7 @@ class Form:
 
     @property
     def digest(self) -> str:
+        """Identifies the grading prompt."""
         return hashlib.sha256(json.dumps([self.instruction, dict(self.grades)]).encode()).hexdigest()[:16]
 
 
@@ -83,6 +84,7 @@ class Candidate:
 
 
 def read_grade(form: Form, reply: str, *, finished: bool = True) -> Grade | None:
+    """Return the grade at the end of a reply; None without one."""
     letter = read_letter(reply, "".join(form.grades), finished=finished)
     return None if letter is None else form.grades[letter]
 
@@ -134,6 +136,7 @@ def candidates_of(groups: Iterable[QuestionSamples], tasks: Callable[[str], Task
 
 
 def key_of(group: QuestionSamples, sample: Sample, form: VerifierForm) -> Key | None:
+    """Return the key of a response's verdict; None for a response without an answer."""
     answer = shown_answer(form, sample)
     return None if answer is None else (group.question.id, question_digest(group.question), answer)
 

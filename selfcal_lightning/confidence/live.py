@@ -64,6 +64,7 @@ def check_live_probe(probe: ResponseProbe, questions: Sequence[Question], read: 
 
 
 def load_live_probe(path: str, model: str, options: EngineOptions) -> ResponseProbe:
+    """Read a probe, whose states the engine must give and the model must have."""
     check_gives_hidden_states(options)
     return ScoringModel(ModelSettings(model, None, options)).response_probe(path)
 

@@ -117,10 +117,12 @@ class CriteriaSettings:
             raise unknown_name("criteria.over_steps", self.over_steps, get_args(Aggregation))
 
     def of(self, kind: EstimatorClass) -> dict[str, Any]:
+        """Return the settings that an estimator accepts."""
         taken = inspect.signature(kind).parameters
         return {name: value for name, value in asdict(self).items() if name in taken}
 
     def check_taken(self, kinds: Sequence[EstimatorClass]) -> None:
+        """Refuse a changed setting that none of the estimators takes."""
         taken = {name for kind in kinds for name in self.of(kind)}
         changed = [name for name, value in asdict(self).items() if value != getattr(CriteriaSettings, name)]
         if unread := [name for name in changed if name not in taken]:
@@ -175,6 +177,7 @@ def may_be_probability(name: str, known: Iterable[KnownConfidence] = ()) -> bool
 
 
 def refuse_looking_ahead(names: Iterable[str], known: Iterable[KnownConfidence] = ()) -> None:
+    """Refuse confidences that depend on other responses, which a strategy has not seen yet."""
     if ahead := pool_dependent(names, known):
         way_out = "Leave them out, with what was fitted to them."
         reason = f"{', '.join(ahead)}, which depend on the other responses to the question"

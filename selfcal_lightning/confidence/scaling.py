@@ -142,6 +142,7 @@ class IsotonicMap:
 
     @classmethod
     def fit(cls, values: Floats, targets: Floats) -> IsotonicMap:
+        """Fit the non-decreasing function with the least squared error."""
         from sklearn.isotonic import IsotonicRegression
 
         model = IsotonicRegression(y_min=0.0, y_max=1.0, out_of_bounds="clip").fit(values, targets)
@@ -197,6 +198,7 @@ class Scaler:
         return (self.source,)
 
     def score_sample(self, sample: Sample) -> float | None:
+        """Return the scaled confidence, or None if the sample has none."""
         value = feature_value(sample, self.source)
         return None if value is None else float(self.map.transform(np.array([value]))[0])
 

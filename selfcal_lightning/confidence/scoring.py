@@ -209,6 +209,7 @@ class StoreTarget:
         return [i for i, sample in enumerate(samples.samples) if not known[i] and not brings(sample, name)]
 
     def put(self, name: str, positions: Sequence[int], values: Sequence[float | None]) -> None:
+        """Buffer scores, and publish them every five minutes."""
         self._buffer.setdefault(name, {}).update(zip(positions, values, strict=True))
         if time.monotonic() - self._committed > COMMIT_SECONDS:
             self.commit()
@@ -336,6 +337,7 @@ class _Member:
 
 
 def _members(run: StoreScoring | PoolScoring) -> list[_Member]:
+    """Return the estimators of a run with their settings; refuse those that cannot be run together, or at all."""
     chosen = list(run.estimators)
     if not chosen or len(set(chosen)) < len(chosen):
         raise InputError(f"Expected `estimator` to name different estimators, at least one, but got {chosen}.")

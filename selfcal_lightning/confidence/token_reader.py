@@ -99,10 +99,12 @@ class ResponseStatistics:
 
     @property
     def num_tokens(self) -> int:
+        """The number n of tokens."""
         return len(self.token_ids)
 
     @property
     def logprob(self) -> float:
+        """Sum of the tokens' log-probabilities."""
         return self.tokens.logprob.sum().item()
 
     @property
@@ -144,6 +146,7 @@ class TokenReader:
         self._spans: dict[tuple[tuple[int, ...], Steps], list[Span]] = {}
 
     def watch(self, steps: Steps | None) -> None:
+        """Also read layer trajectories from now on."""
         if steps not in self._watched:
             self._watched.append(steps)
             self._known = {}
@@ -177,6 +180,8 @@ class TokenReader:
     def scores(
         self, pool: Sequence[QuestionSamples], pick: Callable[[ResponseStatistics], float]
     ) -> list[list[float | None]]:
+        """Return one statistic of every sample; None where it is not finite."""
+
         def known(statistics: ResponseStatistics | None) -> float | None:
             value = math.nan if statistics is None else pick(statistics)
             return value if math.isfinite(value) else None

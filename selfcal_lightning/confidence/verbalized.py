@@ -51,6 +51,7 @@ class VerbalScale:
 
 
 def parse_confidence(text: str) -> float | None:
+    """Parse the probability stated in a reply, in [0, 1], or None."""
     return _last(text, _BARE_REPLY, _probability)
 
 

@@ -41,6 +41,7 @@ def check_at_least(least: float, **settings: float) -> None:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return a question that names the most similar of ``known``, with a space before it, or ""."""
     close = get_close_matches(str(name), sorted(set(known)), n=1)
     return f" Did you mean {close[0]!r}?" if close else ""
 

@@ -70,6 +70,7 @@ def remove_abandoned(folder: Path, *, of: str | None = None) -> int:
 
 
 def to_json(content: Mapping[str, Any]) -> bytes:
+    """Return ``content`` as indented JSON."""
     return (json.dumps(content, indent=1, allow_nan=False, ensure_ascii=False) + "\n").encode()
 
 
@@ -77,6 +78,7 @@ SEAL = "sha256"
 
 
 def seal_of(content: Mapping[str, Any]) -> str:
+    """Return the sha256 of a JSON object, independent of key order and without its own seal."""
     plain = {key: value for key, value in content.items() if key != SEAL}
     return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
 
@@ -88,6 +90,7 @@ def sealed(content: Mapping[str, Any]) -> bytes:
 
 
 def check_seal(content: Mapping[str, Any], path: Path, *, way_out: str) -> None:
+    """Refuse a file of :func:`sealed` that has changed since it was written."""
     if (stated := content.get(SEAL)) != (found := seal_of(content)):
         raise InputError(f"{path} was changed or is damaged: sha256 {found}, not {stated}. {way_out}")
 
@@ -124,6 +127,7 @@ def open_lines(path: Path, *, begin: bytes, way_out: str) -> tuple[BinaryIO, lis
 
 
 def as_json_line(content: Mapping[str, Any]) -> str:
+    """Return ``content`` as one line of a JSONL file, newline included."""
     return json.dumps(content, ensure_ascii=False, allow_nan=False) + "\n"
 
 
@@ -144,6 +148,7 @@ def _temporary(path: Path, *, size: int | None = None) -> Iterator[tuple[Path, B
 
 
 def _refusal(error: OSError, path: Path, size: int | None) -> str:
+    """Return the message for a failed write when the OSError does not name the file."""
     if error.errno not in FULL:
         return f"{path} could not be written: {error.strerror!r}. See to the disk and {_AGAIN}"
     needed = "more space" if size is None else f"{size:,} bytes of space"
@@ -274,6 +279,7 @@ def read_json_object(path: str | Path, *, what: str = "as this program writes it
 
 
 def json_object_or_none(path: Path) -> dict[str, Any] | None:
+    """Return the JSON object in ``path``, or None if it holds anything else."""
     if path.stat().st_size > LARGEST_JSON:
         return None
     try:
@@ -310,6 +316,7 @@ PATH_NAME = re.compile(r"[\w@=+-][\w.@=+ -]{0,99}")
 
 
 def check_path_name(option: str, name: str) -> str:
+    """Return ``name`` if it is a plain file name, without folders or `..`."""
     if PATH_NAME.fullmatch(name) is None:
         wanted = "to be a name that a file can have (at most 100 letters, digits, spaces, _ . - + = @; no dot first)"
         raise InputError(f"Expected `{option}` {wanted}, but got {name!r}.")

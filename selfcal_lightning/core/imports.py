@@ -23,6 +23,7 @@ def require(module: str, *, extra: str) -> ModuleType:
 
 
 def check_installed(module: str, *, extra: str) -> None:
+    """Refuse with installation advice if an optional dependency is missing; arguments as in ``require``."""
     if not is_installed(module):
         way = f"Run `pip install '.[{extra}]'` in the folder of selfcal_lightning.{_CPU_HINTS.get(extra, '')}"
         raise MissingPackageError(f"Expected `{module.partition('.')[0]}` to be installed, but it is not. {way}")

@@ -63,6 +63,7 @@ class Sampling:
 
     @property
     def tokens_text(self) -> str:
+        """How many tokens will be sampled; empty if none."""
         if not self.missing:
             return ""
         most = f"at most {self.missing * self.most_tokens:,} (`max_new_tokens` is {self.most_tokens:,})"
@@ -223,6 +224,7 @@ def existing_folder(path: str | Path) -> Path:
 
 
 def free_bytes(path: str | Path) -> int:
+    """Return the free bytes of the disk of ``path``, which need not exist."""
     return shutil.disk_usage(existing_folder(path)).free
 
 

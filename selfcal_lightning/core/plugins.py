@@ -70,6 +70,7 @@ def load_installed_plugins() -> None:
 
 
 def load_plugins_of_parent() -> None:
+    """In a child process, import the plug-ins of its parent."""
     load_installed_plugins()
     load_plugins(json.loads(os.environ.get(VARIABLE) or "[]"))
 

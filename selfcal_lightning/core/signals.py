@@ -147,6 +147,7 @@ class StopSignals:
                 signal.signal(number, signal.SIG_DFL if earlier is None else earlier)
 
     def forget(self) -> None:
+        """Reset: the next signal counts as the first."""
         self.received, self._came_at = None, {}
 
     def raise_if_received(self) -> None:

@@ -45,6 +45,7 @@ class RewardSettings:
 
 
 def marker_of(steps: Steps) -> str | None:
+    """Return the text after each step, or None for another rule."""
     return steps.removeprefix(MARKER) if steps.startswith(MARKER) else None
 
 

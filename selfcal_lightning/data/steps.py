@@ -198,6 +198,7 @@ def _is_label(text: str, start: int, end: int) -> bool:
 
 
 def _stripped(text: str, start: int, end: int) -> Span | None:
+    """Return the range without surrounding white space; None if nothing is left."""
     inside = text[start:end]
     left = len(inside) - len(inside.lstrip())
     return Span(start + left, start + len(inside.rstrip())) if inside.strip() else None

@@ -45,6 +45,7 @@ def query_settings(query: ConfidenceQuery, query_ids: Sequence[int]) -> dict[str
 
 
 def make_probe(query_ids: Sequence[int], token_ids: Sequence[int], *, vocabulary: int, longest: int) -> Probe:
+    """Return a probe whose contexts fit."""
     lengths = sorted({min(length, longest - len(query_ids)) for length in CONTEXT_LENGTHS})
     if lengths[0] < 1:
         raise InputError(f"Expected `max_context` to leave room for a prompt before the query, but got {longest}.")
@@ -65,6 +66,7 @@ def try_adapter(ask: Callable[[ProbeGroups], Sequence[Table]], probe: Probe, *, 
 
 
 def check_answers(answers: ProbeAnswers, *, exact: bool, engine: str) -> None:
+    """Compare the inactive adapter with the base model, and the active one with both."""
     bound = EXACT_NATS if exact else ROUNDED_NATS
     asleep = _nats(answers.asleep, answers.base)
     again = _nats(answers.base_again, answers.base_asked)
@@ -87,6 +89,7 @@ def check_answers(answers: ProbeAnswers, *, exact: bool, engine: str) -> None:
 
 
 def check_equals_module(awake: Table, module: Table, *, engine: str) -> None:
+    """Compare an engine with the training module, by probabilities after the queries, in float32."""
     difference = _largest_difference(awake, module)
     if not difference <= EXACT_DIFFERENCE:
         raise InputError(

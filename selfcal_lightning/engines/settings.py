@@ -49,12 +49,14 @@ class EngineSettings:
 
     @property
     def num_gpus(self) -> int:
+        """GPUs that one engine takes, where it runs on GPUs."""
         if self.name != "vllm":
             return 1
         vllm_args = {"tensor_parallel_size": 1, **self.engine_args, **self.engine_args.get("engine_args", {})}
         return vllm_args["tensor_parallel_size"] * vllm_args.get("pipeline_parallel_size", 1)
 
     def check_local(self) -> None:
+        """Raise InputError for a server, where the weights themselves are needed on this machine."""
         if self.is_remote:
             raise InputError("Expected `engine.name` to be transformers or vllm, but got 'openai', a server.")
 

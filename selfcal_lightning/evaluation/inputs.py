@@ -85,6 +85,7 @@ def score_again(
 
 
 def _with_p_true(sample: Sample, name: str) -> Sample:
+    """Return the sample with its confidence ``name`` as its P(True), and no other one."""
     others = {known: value for known, value in sample.confidences.items() if known not in (name, P_TRUE)}
     value = sample.confidences.get(name)
     own = {} if value is None else {P_TRUE: value}

@@ -110,6 +110,7 @@ def result_keys(
 
 
 def debiased_error(pool: Sequence[QuestionSamples], name: str) -> float | None:
+    """Return the calibration error of the confidence ``name`` less what chance adds to it."""
     scored = scored_responses(pool, name=name)
     return debiased_calibration_error(scored.confidence, scored.correct, scored.question_index)
 

@@ -185,6 +185,7 @@ def saving_table(rows: Sequence[SavingRow]) -> Table:
 
 
 def consensus_table(rows: Sequence[ConsensusRow], scores: Mapping[str, Sequence[str]]) -> Table:
+    """Return how often near-unanimous winners are right, and what each confidence is worth on single responses."""
     above = f"> {rows[0].threshold:g}" if rows else ""
     heads = ["confidence", "AUROC", "within", "ECE", f"winners {above}", "of them right", "AURC"]
     table = rich_table(heads, left=heads[:1], no_wrap=True)

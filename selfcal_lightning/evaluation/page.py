@@ -128,6 +128,7 @@ def compare_pages(path: Path, reports: Mapping[str, Path], *, title: str) -> tup
 
 
 def _chosen(index: Mapping[str, Any], row: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """Return the samples of the last system of a row, with these confidences."""
     run = row["s"][-1]
     if run is None:
         raise InputError(f"Question {row['id']!r} has no responses of {index['systems'][-1]}.")

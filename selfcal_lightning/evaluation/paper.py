@@ -77,6 +77,7 @@ def aggregation_csv(curves: Sequence[PaperCurve]) -> str:
 
 
 def metric_csv(curves: Sequence[PaperCurve]) -> str:
+    """Return :func:`metric_rows` as CSV; empty where a curve has no point within the level."""
     methods = [curve.method for curve in curves if curve.method != ORACLE]
     rows = [
         [level, *(None if row[name] is None else f"{row[name]:g}" for name in methods)]
@@ -104,6 +105,7 @@ def _last_within(curve: PaperCurve, level: int) -> float | None:
 
 
 def _readable(pool: RecordedPool) -> list:
+    """Return the questions with their readable responses only; those without any are left out."""
     entries = [
         replace(entry, samples=tuple(sample for sample in entry.samples if sample.answer)) for entry in pool.entries
     ]
@@ -142,6 +144,7 @@ def run_paper(
 
 
 def check_one_confidence(confidences: Sequence[str] | None) -> None:
+    """Raise InputError where several confidences are named, or an empty list: the published protocol takes one."""
     if confidences is not None and len(confidences) != 1:
         raise InputError(f"Expected one of `confidences` for the published protocol, but got {list(confidences)}.")
 

@@ -103,6 +103,7 @@ WRITTEN = (
 
 
 def check_evaluation_folder(folder: Path) -> None:
+    """Refuse a folder in which an evaluation would replace what is not of an earlier one."""
     check_results_folder(folder, option="output_dir")
     taken = sorted({path.name for pattern in WRITTEN for path in folder.glob(pattern)})
     if taken and not is_evaluation(folder):

@@ -44,6 +44,7 @@ def markdown_table(heads: Sequence[str], rows: Iterable[Sequence[str]], *, rule:
 
 
 def csv_text(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """Return rows as CSV in full precision; None is an empty cell."""
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows([header, *rows])
     return text.getvalue()
@@ -104,6 +105,7 @@ def comparison_markdown(rows: Sequence[tuple[str, MetricChange]]) -> str:
 
 
 def comparison_csv(rows: Sequence[tuple[str, MetricChange]]) -> str:
+    """Return the rows as CSV with a header, full precision, and empty cells where a value is not defined."""
     columns = [f"{name}{end}" for name in _HEADER[2:] for end in ("", "_low", "_high")]
     lines = [
         [row.metric, split, *(n for e in (row.before, row.after, row.change) for n in (e.value, e.low, e.high))]

@@ -93,6 +93,7 @@ def _sides_of(fitted: FittedThreshold, test: EvaluatedTest, console: Console) ->
 
 
 def _check_runnable(fitted: FittedThreshold, strategy: Strategy, weighed: WeighedPool, width: int) -> None:
+    """Raise unless the threshold applies to these samples: the same procedure as in the fit."""
     entries = weighed.pool.entries
     check_not_fitted_on(entries, fitted)
     if strategy.max_samples > width:

@@ -66,6 +66,7 @@ class _OpenQuestion:
     exhausted: bool = False
 
     def take_in(self, sample: Sample) -> None:
+        """Store a sample that arrived with others of its kind."""
         self.arrived.setdefault(self.order.popleft(), deque()).append(sample)
 
     def missing(self, ask: Ask) -> int:
@@ -83,6 +84,7 @@ class _OpenQuestion:
 
     @property
     def unseen(self) -> list[Sample]:
+        """Samples that arrived and that the strategy has not seen."""
         return [sample for samples in self.arrived.values() for sample in samples]
 
 
@@ -177,6 +179,7 @@ class Driver:
             self._advance([opened])
 
     def _look_ahead(self) -> None:
+        """Start samples ahead of demand, one per question in turn, within the budget."""
         for ahead in range(1, self.lookahead + 1):
             for opened in self._open.values():
                 if self.source.in_flight >= self.source.target:
@@ -221,6 +224,7 @@ class Driver:
         return None
 
     def _with_costs(self, verdict: Verdict, opened: _OpenQuestion, waste: Waste) -> Verdict:
+        """Return the verdict with its cost: samples used and everything generated."""
         price = self.source.query_tokens
         made = (*opened.handed, *opened.unseen)
         delivered = total_tokens(made, price)

@@ -90,6 +90,7 @@ class Draws:
 
 
 def cut_at(text: str, stops: Sequence[str]) -> str:
+    """Return a text up to the first of the stops."""
     return text[: min((at for stop in stops if (at := text.find(stop)) >= 0), default=len(text))]
 
 
@@ -367,6 +368,7 @@ class EngineSource:
         return Waste(len(cut) + len(asked.finished) + asked.dropped, sum(cut) + sum(whole) + asked.thrown)
 
     def _finished_responses(self) -> dict[str, Response | None]:
+        """Return finished responses by request; None for failed ones."""
         try:
             responses = self._engine.poll() if self._patience is None else self._engine.poll(self._patience)
         except RequestsFailedError as error:

@@ -394,6 +394,7 @@ def fit_evidence(pool: PoolArrays, strategy: CGES | None = None) -> float:
 
 
 def _log_loss(strategy: CGES, pool: PoolArrays) -> float:
+    """Return the mean negative log-likelihood of the leaders' correctness under their posteriors."""
     rows, losses = np.arange(len(pool.answer)), [np.zeros(0)]
     right = right_codes(pool.answer, pool.correct)
     for column, (codes, posterior) in enumerate(strategy._walk(pool)):

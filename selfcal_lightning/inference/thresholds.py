@@ -187,6 +187,7 @@ def confidence_quantiles(pool: Sequence[QuestionSamples], name: str) -> tuple[fl
 
 
 def as_gridded(strategy: Strategy) -> GridStrategy:
+    """Return ``strategy``; raise InputError unless it names the field that a grid sets."""
     if not hasattr(strategy, "grid_parameter"):
         raise InputError(f"Expected {strategy.name} to name the field that a grid sets as `grid_parameter`.")
     return cast("GridStrategy", strategy)
@@ -294,6 +295,7 @@ class FittedThreshold:
 
     @property
     def promise(self) -> str:
+        """What it promises; only an error rate is guaranteed."""
         where = f"the {self.fitted_on.num_questions} calibration questions"
         if self.target == "risk" and self.delta is not None:
             return (
@@ -342,11 +344,13 @@ class FittedThreshold:
         ]
 
     def answers(self, verdict: Verdict) -> bool:
+        """Return whether a verdict is given (True) or withheld (False); only a risk target withholds."""
         if verdict.answer is None:
             return False
         return self.target != "risk" or (verdict.confidence is not None and verdict.confidence >= self.threshold)
 
     def as_json(self) -> dict[str, Any]:
+        """Return the threshold as plain JSON types, with its promise for human readers."""
         names = [field.name for field in fields(self) if field.name != "fitted_on"]
         content = {name: dict(value) if isinstance(value := getattr(self, name), Mapping) else value for name in names}
         return {**content, "promise": self.promise, "fitted_on": self.fitted_on.as_json()}

@@ -98,6 +98,7 @@ class PoolArrays:
         return replace(self, confidence=values, tokens=tokens, drawn=drawn)
 
     def entry(self, row: int) -> QuestionSamples:
+        """Return the samples of a row, in its order, with their question."""
         if self.drawn is None:
             raise InputError("Expected arrays made by `PoolArrays.from_samples`.")
         entry = self.drawn.entries[self.drawn.row[row]]
@@ -342,6 +343,7 @@ def first_crossing(scores: Floats, grid: Sequence[float] | Floats | Integers) ->
 def outcome_at(
     crossing: Integers, answer: NDArray[np.integer], *, fallback: NDArray[np.integer], length: Integers
 ) -> CurveOutcome:
+    """Return the outcome of a rule that fires at ``crossing``, with ``fallback`` where it never does."""
     width = answer.shape[1]
     table = np.concatenate([answer, fallback[:, None]], axis=1).astype(np.int32)
     fires = crossing < width
@@ -408,6 +410,7 @@ def replayed_curve(strategy: GridStrategy, pool: PoolArrays, grid: Sequence[floa
 
 
 def with_setting(strategy: GridStrategy, value: float) -> GridStrategy:
+    """Return ``strategy`` with its grid parameter set, as an integer unless it is a threshold."""
     setting = value if strategy.grid_parameter == "threshold" else int(value)
     found: GridStrategy = replace(strategy, **{strategy.grid_parameter: setting})  # type: ignore[type-var]
     return found

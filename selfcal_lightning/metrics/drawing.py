@@ -49,6 +49,7 @@ def draw_values(axes: Axes, values: Mapping[str, float]) -> None:
 
 
 def draw_steps(axes: Axes, values: Sequence[float], *, name: str) -> None:
+    """Draw a number over the steps at which it was computed."""
     axes.plot(np.arange(len(values)), values, "o-", color=BEFORE, linewidth=1.6, markersize=4)
     axes.set(xlabel="step", ylabel=name)
     frame(axes)
@@ -81,6 +82,7 @@ def draw_reliability_of(axes: Axes, bins: ReliabilityBins, *, outcome: str = "ac
 
 
 def draw_roc(axes: Axes, confidence: Array, correct: Array) -> None:
+    """Draw a ROC curve with its area in the title; no curve without both classes."""
     curve = roc_curve(confidence, correct)
     if curve is not None:
         axes.plot(*curve[:2], color=AFTER, linewidth=1.8)

@@ -88,6 +88,7 @@ def reject(p_values: Array, *, delta: float, procedure: Procedure, num_starts: i
 
 
 def start_positions(num_thresholds: int, num_starts: int) -> NDArray[np.int64]:
+    """Return evenly spread start positions of a fixed sequence."""
     starts = min(num_starts, num_thresholds)
     return np.arange(starts) * num_thresholds // max(starts, 1)
 

@@ -239,6 +239,7 @@ def forward_arguments(
     trees: Sequence[PrefixTree] = (),
     position_ids: Tensor | None = None,
 ) -> dict[str, Any]:
+    """Return the arguments of a forward pass over separate sequences or a packed row."""
     if not trees:
         return {"input_ids": input_ids, "attention_mask": attention_mask, "use_cache": False}
     implementation = model.config.get_text_config()._attn_implementation
@@ -272,6 +273,7 @@ def query_ids(query: ConfidenceQuery, device: torch.device) -> Tensor:
 
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Put ``model`` into evaluation mode in the block, and restore the mode of each submodule."""
     training = [part for part in model.modules() if part.training]
     model.eval()
     try:

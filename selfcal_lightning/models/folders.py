@@ -85,6 +85,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def present_weight_files(folder: Path, *, option: str = "model") -> list[Path]:
+    """Return the files with the weights in ``folder``."""
     files = weight_files(folder)
     if absent := [file.name for file in files if not file.is_file()]:
         raise InputError(f"Expected `{option}` to hold the files of its index, but {folder} lacks {absent}.")
@@ -231,6 +232,7 @@ def check_files(folder: Path) -> None:
 
 
 def strange_files(folder: Path, manifest: Mapping[str, Any]) -> list[str]:
+    """Return the files in ``folder`` that were not exported."""
     return sorted({path.relative_to(folder).as_posix() for path in _files_in(folder)} - manifest["files"].keys())
 
 
@@ -362,6 +364,7 @@ INCIDENTAL = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "
 
 
 def base_model_identity(base_model: str, *, revision: str | None = None) -> dict[str, Any]:
+    """Return ``{"model", "revision", "config_sha256", "weights_sha256"}`` of a folder or of a downloaded hub model."""
     from transformers.utils import cached_file
 
     place = resolve_model(base_model)

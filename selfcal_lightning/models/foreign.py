@@ -72,6 +72,7 @@ def _header(files: tuple[tuple[str, int], ...]) -> tuple[frozenset[int], int]:
 
 
 def check_adapter_config(file: Path, config: Mapping[str, Any]) -> None:
+    """Refuse an adapter whose configuration asks for what loading it must not do."""
     from safetensors import safe_open
 
     with safe_open(file.with_name("adapter_model.safetensors"), framework="numpy") as handle:

@@ -185,6 +185,7 @@ def set_adapter_state(model: PeftModel, state: Mapping[str, torch.Tensor]) -> No
 
 
 def adapter_difference(model: PeftModel, directory: Path) -> float:
+    """Return the largest absolute difference between the model's adapter and the one in ``directory``."""
     mine, theirs = adapter_state(model), read_adapter_state(directory)
     shapes = [{name: tuple(tensor.shape) for name, tensor in state.items()} for state in (mine, theirs)]
     if shapes[0] != shapes[1]:

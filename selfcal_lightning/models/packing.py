@@ -37,6 +37,7 @@ class PrefixTree(NamedTuple):
 
     @property
     def stop(self) -> int:
+        """Index after the last token."""
         return self.start + self.prompt + sum(self.branches)
 
     @property
@@ -45,6 +46,7 @@ class PrefixTree(NamedTuple):
         return len(self.branches) * self.prompt + sum(self.branches)
 
     def branch_starts(self) -> list[int]:
+        """Return the index of every branch's first token."""
         return list(accumulate(self.branches[:-1], initial=self.start + self.prompt))
 
 
@@ -237,6 +239,7 @@ def _attend_by_matmul(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, h
 
 
 def register_segment_attention() -> None:
+    """Register ``attn_implementation="segments"`` with transformers; unpacked batches get SDPA's mask."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
@@ -392,6 +395,7 @@ def runs_packed_rows(model: PreTrainedModel) -> bool:
 
 @torch.no_grad()
 def check_packed_equals_separate(model: PreTrainedModel) -> None:
+    """Compare a packed row of three branches with three separate sequences."""
     config = model.config.get_text_config()
     kinds = getattr(config, "layer_types", None)
     windowed = getattr(config, "sliding_window", None) is not None if kinds is None else "sliding_attention" in kinds

@@ -26,6 +26,7 @@ CLASSES = {"adamw_8bit": "AdamW8bit", "paged_adamw": "PagedAdamW", "paged_adamw_
 
 
 def check_installed(*, quantization: str | None, optimizer: str) -> None:
+    """Raise ImportError early if settings need bitsandbytes and it is not installed."""
     if quantization is not None or optimizer in CLASSES:
         import_bitsandbytes()
 

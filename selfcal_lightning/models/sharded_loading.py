@@ -155,6 +155,7 @@ def load_sharded_causal_lm(
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
+    """Return the decoder layers: the modules that transformers says must not be split."""
     names = set(model._no_split_modules or ())
     layers = [module for module in model.modules() if type(module).__name__ in names]
     if not layers:
@@ -208,6 +209,7 @@ def _fill_parameters(
 
 
 def _rows_here(parameter: DTensor) -> tuple[int, int]:
+    """Return the rows of this process, checked against FSDP2's own."""
     mesh, (*copies, placement) = parameter.device_mesh, parameter.placements
     start, stop = local_rows(parameter.shape[0], mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1))
     if placement != Shard(0) or copies != [Replicate()] * len(copies) or parameter.to_local().shape[0] != stop - start:
@@ -219,6 +221,7 @@ def _rows_here(parameter: DTensor) -> tuple[int, int]:
 def _fill_buffers(
     model: nn.Module, files: WeightFiles, stored_names: dict[tuple[nn.Module, str], str], device: torch.device
 ) -> None:
+    """Read the buffers that are stored, and move all of them to ``device``."""
     for name, module, part, buffer in list(places(model, "_buffers")):
         if buffer.is_meta:
             stored = stored_names.get((module, part), name)

@@ -112,6 +112,7 @@ def linked(outputs: Tensor, format: RewardFormat) -> Tensor:
 
 
 def check_head(files: WeightFiles, folder: Path, format: RewardFormat) -> None:
+    """Raise unless the stored head has exactly the format's tensors, with its outputs in order."""
     if format.is_output_layer:
         return
     known = [f"{layer}.{part}" for layer in format.layers for part in ("weight", "bias")]
@@ -141,6 +142,7 @@ def quantile_outputs(num_outputs: int) -> tuple[str, ...]:
 
 
 def _output_rows(files: WeightFiles, folder: Path, trunk: PreTrainedModel, output_ids: Sequence[int]) -> nn.Module:
+    """Return the output layer's rows of the format's tokens as a head."""
     config: dict[str, Any] = trunk.config.get_text_config().to_dict()
     if changes := [name for name in _LOGIT_CHANGES if config.get(name) is not None]:
         raise InputError(f"{folder} changes its logits ({', '.join(changes)} in config.json), which is not supported.")
@@ -166,6 +168,7 @@ HEAD = "score"
 
 
 def check_exportable(config: PreTrainedConfig, base_model: str) -> None:
+    """Raise InputError if transformers has no ``...ForTokenClassification`` of the architecture."""
     from transformers import AutoModelForTokenClassification
 
     if type(config) not in AutoModelForTokenClassification._model_mapping:

@@ -38,6 +38,7 @@ class RewardEncoder:
             raise InputError(f"Expected a reward model of {format.name!r} to have a chat template, but got none.")
 
     def check_fits(self, num_tokens: int, *, of: str) -> None:
+        """Raise InputError if the tokenizer has more tokens than the model ``of`` has embeddings."""
         if (known := len(self._tokenizer)) > num_tokens:
             raise InputError(f"The tokenizer of {of} has {known:,} tokens, but the model {num_tokens:,} embeddings.")
 
@@ -74,6 +75,7 @@ class RewardEncoder:
         return RewardInput((*prompt, *response), tuple(len(prompt) + end - 1 for end in ends))
 
     def _prompt_of(self, question: Question) -> tuple[int, ...]:
+        """Return the prompt of a question; the last one is cached."""
         if self._last is None or self._last[0] != question.messages:
             self._last = question.messages, self._policy.prompt_ids(question.messages)
         return self._last[1]
@@ -146,6 +148,7 @@ class RewardEncoder:
 
 
 def bare_question(question: Question) -> str:
+    """Return the text of a question, or the last user turn of its chat."""
     if question.text:
         return question.text
     return next((turn.content for turn in reversed(question.messages) if turn.role == "user"), "")

@@ -330,6 +330,7 @@ class QuantileRewardModule(CalibratedModel):
         self._step_log = RewardStepLog()
 
     def check_support(self, trainer: Trainer | None = None) -> None:
+        """Refuse ways of running that do not work, sampling from a public model, and families without an export."""
         super().check_support(trainer)
         if (trainer := trainer or trainer_of(self)) is not None:
             check_features(trainer, [FEATURE], rows=SUPPORT, reasons=REASONS)

@@ -125,6 +125,7 @@ def fit_step_map(kind: ScalerKind, rows: StepRows) -> ScalerMap:
 
 
 def reward_digest(settings: RewardSettings) -> str:
+    """Return a digest of a reward model with its format and steps, without a scaler."""
     from selfcal_lightning.rewards.reading import reward_identity
 
     identity = reward_identity(replace(settings, scaler=None))
@@ -138,6 +139,7 @@ def open_scaled_rewards(settings: RewardSettings, *, dtype: str = "auto") -> Rew
 
 
 def load_step_scaler(settings: RewardSettings) -> StepScaler | None:
+    """Return the scaler of ``settings``, checked against their model; None if they name none."""
     from selfcal_lightning.rewards.reading import check_rewards
 
     if settings.scaler is None:

@@ -103,6 +103,7 @@ class Service:
         return Reader(None if name is None else get_task(name), stops, has_tools=has_tools)
 
     def sampling_for(self, body: ChatBody) -> SamplingSettings:
+        """Return how the responses to a request are drawn."""
         longest = body.max_completion_tokens or body.max_tokens or self.sampling.max_new_tokens
         wanted: dict[str, Any] = {"max_new_tokens": min(longest, self.limits.max_new_tokens)}
         if body.temperature is not None:  # what a client asks for is a fixed temperature
@@ -269,6 +270,7 @@ class Service:
         })  # fmt: skip
 
     async def in_time(self, request: Request, work: Coroutine[Any, Any, T]) -> T:
+        """Return what ``work`` returns, unless its client goes or the server's deadline comes."""
         try:
             async with asyncio.timeout(self.limits.deadline_s):
                 return await unless_gone(request.receive, work)
@@ -350,6 +352,7 @@ class Service:
         return PlainTextResponse(generate_latest(self.metrics.registry))
 
     async def read(self, request: Request) -> bytes:
+        """Return the body of a request, which has so many bytes and seconds at most."""
         most, content = int(self.limits.max_body_mb * 1e6), b""
         too_large = Refused(413, f"Expected a body of at most {most:,} bytes.")
         if int(request.headers.get("content-length") or 0) > most:

@@ -24,6 +24,7 @@ PASSING = (500, 502, 503)  # refusals that say nothing about the request
 
 
 def read_requests(path: Path) -> dict[str, dict[str, Any]]:
+    """Return the requests of a file by their ids, which must be unique."""
     requests: dict[str, dict[str, Any]] = {}
     for number, line in read_json_lines(path):
         name = line.get("custom_id")

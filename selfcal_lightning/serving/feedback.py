@@ -47,6 +47,7 @@ class Feedback:
             self.answers.popitem(last=False)
 
     def label(self, name: str, *, correct: bool) -> None:
+        """Take a label in; an answer has one."""
         if name in self.labelled:
             raise Refused(409, f"Request {name!r} has its label already.", param="request_id")
         if (line := self.answers.pop(name, None)) is None:

@@ -228,6 +228,7 @@ def _usage(job: Job, outcome: Outcome) -> dict[str, int] | None:
 
 
 def _written(job: Job, calls: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return calls of tools as the protocol writes them."""
     return [
         {
             "id": f"call_{job.id[-12:]}_{i}",

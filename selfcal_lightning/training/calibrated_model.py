@@ -259,9 +259,11 @@ class ConfidenceModel(CalibratedModel):
         return self.losses.p_true == "normalised"
 
     def confidence(self, batch: SSCBatch) -> Confidence:
+        """Return P(True) and its masses, read at the last token of the query."""
         return self._query_outputs(batch).confidence(self.chat.query, normalised=self._is_normalised)
 
     def _query_outputs(self, batch: SSCBatch) -> ModelOutputs:
+        """Return the model's outputs after every row's query, in two passes if the adapter is activated."""
         if not self.activated:
             return self._outputs(batch, batch.label_position[:0])
         return ask(self.model, self._contexts(batch), self.chat.query)

@@ -43,6 +43,7 @@ def check_base_model(
 
 
 def check_trained(state: Mapping[str, Tensor], trained: Mapping[str, Tensor], *, settings: Mapping[str, Any]) -> None:
+    """Raise InputError unless a checkpoint holds exactly the trained parameters."""
     found = {name: tuple(value.shape) for name, value in state.items()}
     wanted = {name: tuple(value.shape) for name, value in trained.items()}
     differing = [
@@ -195,6 +196,7 @@ def _is_whole(path: Path) -> bool:
 
 
 def is_address(path: str | Path) -> bool:
+    """Return whether ``path`` is an address such as "s3://bucket/run", not a place on a disk."""
     return "://" in str(path)
 
 

@@ -58,6 +58,7 @@ def build_validation_loaders(trainer: Trainer) -> None:
 
 
 def decides_at_epoch_end(trainer: Trainer, callback: EarlyStopping | Timer) -> bool:
+    """Return whether a callback decides at the end of an epoch whether to stop."""
     if isinstance(callback, Timer):
         return bool(callback._interval == "epoch")
     late = callback._check_on_train_epoch_end
@@ -190,6 +191,7 @@ class AdapterModelParallelStrategy(ModelParallelStrategy):
         return {**state, "state": full} if self.is_global_zero else {}
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Take this process's shard of the unsharded optimiser states of a checkpoint."""
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
             cut = {
@@ -254,6 +256,7 @@ def join_forward(model: nn.Module, device: torch.device, *, passes: int = 1) -> 
 
 
 def _gather(value: Tensor, *, keep: bool) -> Tensor | None:
+    """Return an unsharded copy of ``value`` on the CPU, one tensor at a time, or None without ``keep``."""
     whole = value.full_tensor() if isinstance(value, DTensor) else value.clone()
     return whole.cpu() if keep else None
 

@@ -362,6 +362,7 @@ class SelfCalibrationModule(ConfidenceModel):
             self._spreads.append(logged["train/ConfidenceSpread"])
 
     def on_train_end(self) -> None:
+        """Warn of a confidence that is the same for all responses, which no label is needed to see."""
         if len(self._spreads) == LAST_STEPS and max(self._spreads) < COLLAPSED and self.trainer.is_global_zero:
             say(
                 f"Note: the confidence differs by less than {COLLAPSED} between the responses of the last {LAST_STEPS} "

@@ -65,6 +65,7 @@ def model_of(settings: Mapping[str, Any]) -> str:
 
 
 def check_modes(tune: Mapping[str, Any], calibrate: Mapping[str, Any]) -> None:
+    """Raise InputError unless the first stage tunes the generator and the second one does not."""
     if _is_activated(tune):
         raise InputError(
             "`tune` must train the generator (`lora.activated: false`, or `lora: null`), but got an activated adapter. "

@@ -54,6 +54,7 @@ class SampledPool:
 
 
 def find_sampled(path: str | Path) -> Path | None:
+    """Return the file of responses if ``path`` is one or a folder that holds one, else None."""
     place = Path(path)
     if place.is_dir():
         return place / SAMPLED if (place / SAMPLED).is_file() else None
@@ -99,6 +100,7 @@ def read_sampled(path: Path, *, task: str, split: str, stated: bool = True) -> S
 
 
 def sampled_rows(group: QuestionSamples) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a question's responses, without failed requests."""
     prompt = [asdict(message) for message in group.question.messages]
     tokens = None if group.prompt_ids is None else len(group.prompt_ids)
     for sample in group.samples:
@@ -156,6 +158,7 @@ def _question(path: Path, number: int, row: Mapping[str, Any], truth: Mapping[st
 
 
 def _text(value: object) -> str | None:
+    """Return an answer as text, whole numbers without a point; None for an empty one."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     text = "" if value is None else str(value)
@@ -226,6 +229,7 @@ def import_pool(
 
 
 def import_sampled(path: Path, store_dir: str | Path, *, task: str, split: str, stated: bool = True) -> ImportReport:
+    """Read `sampled.jsonl`, and `ground_truth.jsonl` if it exists, into its own store."""
     get_task(task)
     with Stage(f"Reading {path.name}"):
         pool = read_sampled(path, task=task, split=split, stated=stated)

@@ -178,6 +178,7 @@ def recorded_response(response: Mapping[str, Any]) -> RecordedResponse:
 
 
 def judge_line(line: PoolLine, task: Task) -> QuestionSamples:
+    """Return the samples of a line; missing answers and verdicts are extracted and verified."""
     samples = judge(line.question, [recorded_response(response) for response in line.responses], task)
     return QuestionSamples(line.question, samples, line.split)
 

@@ -42,6 +42,7 @@ class RecordedPool:
 
     @property
     def shortest(self) -> QuestionSamples:
+        """The question with the fewest samples, the first of them."""
         return min(self.entries, key=lambda entry: len(entry.samples))
 
     def subset(self, question_ids: set[str]) -> RecordedPool:
@@ -51,6 +52,7 @@ class RecordedPool:
 def load_pool(
     path: str | Path, *, split: str | None = None, task: str | None = None, confidences: Sequence[str] = ()
 ) -> list[QuestionSamples]:
+    """Return the questions of a pool with their samples; see :func:`load_recorded_pool`."""
     return list(load_recorded_pool(path, split=split, task=task, confidences=confidences).entries)
 
 
@@ -131,6 +133,7 @@ def _from_store(
 
 
 def annotation_estimators(store: str | Path, names: Sequence[str]) -> dict[str, str]:
+    """Return the estimator that computed each of the annotations ``names`` of a store, if known."""
     records = {name: Annotation(store, name).record for name in names}
     origins = {name: record.origin for name, record in records.items() if record is not None}
     return {name: origin["estimator"] for name, origin in origins.items() if "estimator" in origin}

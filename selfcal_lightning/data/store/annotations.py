@@ -76,9 +76,11 @@ class NamedRecord(Generic[Kept]):
 
     @property
     def record(self) -> Kept | None:
+        """The stored record, or None."""
         return read_record(self.path, self._read_record) if self.path.exists() else None
 
     def check_origin(self, origin: Mapping[str, Any], *, overwrite: bool = False) -> None:
+        """Refuse an origin that differs from that of the stored values, unless they may be replaced."""
         record = self.record
         if record is None or overwrite:
             return
@@ -101,6 +103,7 @@ class KeyedRecord(NamedRecord[KeyedValues]):
         self._field = field
 
     def known(self, origin: Mapping[str, Any]) -> dict[Any, Any]:
+        """Return the stored values of this origin; none if they have another."""
         record = self.record
         return {} if record is None or origin_differences(record.origin, origin) else dict(record.values)
 
@@ -319,6 +322,7 @@ def question_annotation_names(store_path: str | Path) -> list[str]:
 
 
 def question_values(store_path: str | Path, name: str, keys: Sequence[Key]) -> list[float | None]:
+    """Return the values of questions, in their order; None for a question without one."""
     record = QuestionAnnotation(store_path, name).record
     if record is None:
         known = question_annotation_names(store_path)

@@ -103,6 +103,7 @@ def tokens_digest(*token_ids: Sequence[int]) -> str:
 def feature_folder(
     origin: Mapping[str, Any], *, store: Path | None, given: str | None, beside: Path | None = None
 ) -> FeatureFolder:
+    """Return the folder of vectors of this origin: the named one, else one in the store or ``beside``."""
     if given is not None:
         return FeatureFolder(given)
     place = store / "features" if store is not None else cast(Path, beside)

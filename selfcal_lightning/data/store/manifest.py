@@ -141,6 +141,7 @@ class StoreFingerprint:
         return cls(model, prompt, sampling, content["seed"], content.get("plan"))
 
     def as_json(self) -> dict[str, Any]:
+        """Return the fingerprint as plain JSON types; ``plan`` is left out if there is none."""
         sampling = {} if self.sampling is None else asdict(self.sampling)
         content = {
             "model": self.model.as_json(), "prompt": self.prompt.as_json(), "sampling": sampling, "seed": self.seed,
@@ -276,11 +277,13 @@ def read_rounds(root: Path) -> dict[int, RoundRecord]:
 
 
 def read_manifest(root: Path) -> StoreManifest:
+    """Return what readers of the store in ``root`` see; no shards before the first join."""
     file = root / MANIFEST_FILE
     return read_record(file, StoreManifest.from_json) if file.exists() else StoreManifest(read_rounds(root))
 
 
 def flatten(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield ("a.b", value) for nested mappings."""
     for name, value in content.items():
         if isinstance(value, Mapping):
             yield from flatten(value, f"{prefix}{name}.")
@@ -299,6 +302,7 @@ _MOST_SHOWN = 200
 
 
 def origin_differences(stored: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Return one "field: there, here" for each field in which two origins differ."""
     mine, theirs = (dict(flatten(json.loads(json.dumps(dict(content))))) for content in (stored, now))
     return [
         f"{name}: {_shorten(mine.get(name))} in the store, {_shorten(theirs.get(name))} now"

@@ -84,6 +84,7 @@ def plan_sampling(
     most_questions: int | None = None,
     planned: Mapping[str, int] | None = None,
 ) -> Sampling:
+    """Return what has to be sampled into a store, estimated from its responses so far."""
     check_place(Path(store_dir))
     number = most_questions if question_ids is None else len(question_ids)
     responses = None if number is None else number * num_samples

@@ -179,6 +179,7 @@ class ShardWriter:
 
 
 def read_part(folder: Path) -> PartManifest:
+    """Return the manifest of the part in ``folder``, an empty one if nothing was committed yet."""
     path = folder / PART_FILE
     return read_record(path, PartManifest.from_json) if path.exists() else PartManifest(folder.name)
 
@@ -219,6 +220,7 @@ def part_entries(root: Path) -> list[ShardEntry]:
 
 
 def remove_unfinished(folder: Path, shards: Iterable[ShardEntry]) -> int:
+    """Remove temporary files and shards that are not in the manifest. Returns their number."""
     known = {shard.file for shard in shards}
     files = [one for one in folder.iterdir() if one.suffix in (".tmp", ".parquet") and one.name not in known]
     for file in files:

@@ -257,6 +257,7 @@ class SampleStore:
         return {name for name, question in stored.items() if split in (None, question.split)}
 
     def committed_questions(self, *, parts: Collection[str], round: int = 0) -> int:
+        """Return the number of questions that the writers of ``parts`` have committed, from their manifests."""
         folders = [folder for folder in part_folders(self.path) if folder.name in parts]
         entries = [entry for folder in folders for entry in read_part(folder).shards]
         return sum(entry.questions for entry in entries if entry.round == round)

@@ -95,6 +95,7 @@ def encode_question(group: QuestionSamples) -> pa.Table:
 
 
 def decode_rows(table: pa.Table) -> list[StoredRow]:
+    """Return the rows of ``table`` as records; inverse of :func:`encode_question`."""
     rows: list[StoredRow] = []
     question: Question | None = None
     for row in table.to_pylist():

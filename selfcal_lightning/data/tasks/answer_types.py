@@ -54,6 +54,7 @@ def split_aliases(reference: str) -> list[str]:
 
 
 def expressions_equal(answer: str | None, reference: str | None, *, comparer: MathComparer | None = None) -> bool:
+    """Return whether two expressions are mathematically equal; None equals nothing."""
     if answer is None or reference is None:
         return False
     left, right = (normalise_expression(text, keep_percent=True) for text in (answer, reference))

@@ -50,6 +50,7 @@ class Task(Protocol):
 
 
 def verifier_form(task: object) -> VerifierForm | None:
+    """Return how a model verifies the answers of a task or a data set; None if it does not."""
     return getattr(task, "verifier", None)
 
 

@@ -153,6 +153,7 @@ class DatasetTask:
         return Question(question_id, self.name, messages, reference, row.text)
 
     def check_source(self, split: str, *, path: str | None = None) -> None:
+        """Refuse a split or a file that does not exist; nothing is read or downloaded."""
         source = self.dataset.source
         if path is not None:
             if has_question_rows(self.dataset):

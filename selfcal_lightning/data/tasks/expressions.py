@@ -113,6 +113,7 @@ def is_text(expression: str) -> bool:
 
 
 def is_within_limits(expression: str) -> bool:
+    """Return whether an expression is small enough for sympy: length, nesting, digits, exponents."""
     if len(expression) > MAX_EXPRESSION_LENGTH or re.search(rf"\d{{{MAX_DIGITS + 1}}}", expression):
         return False
     depth = 0

@@ -239,6 +239,7 @@ def _decimal_places(denominator: int) -> int | None:
 
 
 def _number_of_field(field: str) -> str | None:
+    """Return the number of an answer field: the first after its last "=", or a number in words."""
     _, _, right = field.rpartition("=")
     if numbers := number_values(right) or number_values(field):
         return format_number(numbers[0])

@@ -111,5 +111,6 @@ def sample_tokens(sample: Sample, query_tokens: int) -> int | None:
 
 
 def total_tokens(samples: Iterable[Sample], query_tokens: int) -> int | None:
+    """Return the tokens of ``samples`` together; None where the length of one is unknown."""
     costs = [sample_tokens(sample, query_tokens) for sample in samples]
     return None if None in costs else sum(cost for cost in costs if cost is not None)

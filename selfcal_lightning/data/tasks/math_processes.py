@@ -183,6 +183,7 @@ def default_comparer() -> MathComparer:
 
 
 def say_undecided(before: Undecided) -> int:
+    """Report the pairs of expressions that were left undecided since ``before``, and return their number."""
     now = Undecided.so_far()
     found = Undecided(now.pairs - before.pairs, now.untried - before.untried)
     if found.pairs:

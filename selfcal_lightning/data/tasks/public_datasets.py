@@ -99,6 +99,7 @@ def _passage(question: str, options: str, label: str) -> Callable[[Row, str], It
 
 
 def _by_index(question: str, options: Sequence[str], label: Any, *, most: int) -> Item:
+    """Return a question whose label is the index of the right option, from 0."""
     index = int(label) if str(label).strip().isdecimal() else -1
     if not 0 <= index < len(options) <= most:
         raise UnusableRowError("no valid label")
@@ -109,6 +110,7 @@ _GPQA_COLUMNS = ("Question", "Correct Answer", "Incorrect Answer 1", "Incorrect 
 
 
 def _read_gpqa(row: Row, question_id: str) -> Item:
+    """Shuffle the options by a hash of the id."""
     order = [0, 1, 2, 3]
     random.Random(question_hash(question_id)).shuffle(order)
     options = [row[_GPQA_COLUMNS[1 + position]] for position in order]

@@ -371,6 +371,7 @@ def stream_problems(split: Split, *, seed: int = 0, difficulty: Difficulty | Non
 
 
 def write_solution(problem: Problem, rng: random.Random) -> str:
+    """Write the solution of a problem: one equation per step after a random connective, then the answer."""
     steps = []
     for index, equation in enumerate(problem.equations):
         connective = CONNECTIVES[0] if index == 0 else rng.choice(CONNECTIVES[1:])

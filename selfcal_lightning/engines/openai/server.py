@@ -28,6 +28,7 @@ PORTS = {"http": 80, "https": 443}
 
 
 def check_reachable(base_url: str) -> None:
+    """Raise RunError where no connection to the server can be made, in three attempts a second apart."""
     address = urlsplit(base_url)
     place = (address.hostname or "", address.port or PORTS.get(address.scheme, 80))
     problem = OSError()
@@ -119,6 +120,7 @@ async def _offered(transport: Transport, url: str, body: dict[str, Any] | None, 
 
 
 async def _check_tokenizer(transport: Transport, root: str, name: str, chat: ChatFormat, deadline: float) -> None:
+    """Raise InputError where the server cuts a text into other tokens: our prompts would be nonsense to it."""
     body = {"model": name, "prompt": _PROBE_TEXT, "add_special_tokens": False}
     answer = await _offered(transport, f"{root}/tokenize", body, deadline)
     ours = chat.tokenizer.encode(_PROBE_TEXT, add_special_tokens=False)

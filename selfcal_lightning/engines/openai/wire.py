@@ -62,6 +62,7 @@ def retry_after_seconds(header: str | None, *, now: datetime | None = None) -> f
 
 
 def check_sampling(sampling: SamplingSettings, *, server_edt: bool) -> None:
+    """Raise ValueError where a server would not draw as ``sampling`` says."""
     if edt_parameters(sampling) is not None and not server_edt:
         raise InputError(
             f"Expected `edt_scale` to be None for a server, but got {sampling.edt_scale}. Set `edt_scale` to null, or "
@@ -173,6 +174,7 @@ class SampleReader:
         return bool(self.token_ids) and self.token_ids[-1] in self._ends
 
     def _is_over(self) -> bool:
+        """Return whether further tokens are no part of the response."""
         return bool(self.token_ids) and self.token_ids[-1] in self._ends | self._step_ids
 
 

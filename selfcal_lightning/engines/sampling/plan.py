@@ -38,6 +38,7 @@ class SamplePlan:
 
     @property
     def digest(self) -> str:
+        """Identity of the plan: a hash of the numbers of all questions."""
         return hashlib.sha256(json.dumps(sorted(self.samples.items())).encode()).hexdigest()[:16]
 
     def chosen(self, questions: Sequence[Question]) -> list[Question]:
@@ -54,6 +55,7 @@ class SamplePlan:
         return [question for question in questions if self.samples[question.id]]
 
     def save(self, path: str | Path) -> None:
+        """Write the plan; a file that is there must be an earlier one."""
         check_plan_target(path)
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         record = {
@@ -63,6 +65,7 @@ class SamplePlan:
 
 
 def check_plan_target(path: str | Path) -> None:
+    """Raise InputError unless ``path`` is a new file or an earlier plan."""
     check_replaceable(
         path, lambda file: (json_object_or_none(file) or {}).get("format") == FORMAT, option="output",
         kind="an earlier plan",

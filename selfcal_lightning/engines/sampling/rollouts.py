@@ -139,6 +139,7 @@ def spread(inner: int, number: int | None) -> list[int]:
 
 
 def text_of(question: Question) -> str:
+    """Return the text of a question; where only its chat is known, the last turn."""
     return question.text or question.messages[-1].content
 
 

@@ -161,6 +161,7 @@ class GenerationSettings:
 
 
 def sample_share(settings: GenerationSettings, *, shard: tuple[int, int], progress: bool) -> GenerationReport:
+    """Load the model and sample one share into its own part of the store."""
     questions, chat = settings.questions(), settings.chat()
     engine = open_engine(settings.engine, settings.model, chat=chat)
     try:
@@ -288,6 +289,7 @@ COUNTS = ("generated", "unreadable", "truncated", "cut_read", "refused", "left_o
 
 
 def parse_shard(shard: str) -> tuple[int, int]:
+    """Return (i, n) of "i/n"."""
     match = re.fullmatch(r"(\d+)/(\d+)", shard)
     if match is None or int(match[1]) >= int(match[2]):
         raise InputError(f"Expected `shard` to be 'i/n' with 0 <= i < n, such as '0/4', but got {shard!r}.")
@@ -393,6 +395,7 @@ def _has_all(settings: GenerationSettings, share: list[Question]) -> bool:
 def _sample_on_devices(
     settings: GenerationSettings, share: list[Question], shards: list[tuple[int, int]]
 ) -> GenerationReport:
+    """Sample ``share`` with one worker process for each of ``shards`` and add up their reports."""
     started = time.monotonic()
     store = SampleStore(settings.store_dir, num_samples=None if settings.plan else settings.num_samples)
     parts = {part_name(shard) for shard in shards}
@@ -420,6 +423,7 @@ def _sample_on_devices(
 
 
 def _join_when_complete(store: SampleStore, wanted: set[str], *, total: int) -> None:
+    """Join the parts when every question of the run is there: of ``total`` machines, the one that finishes last."""
     missing = len(wanted - store.question_ids(include_parts=True))
     if missing:
         say(f"{missing:,} questions belong to other shards and are not there yet; the last to finish joins the parts.")

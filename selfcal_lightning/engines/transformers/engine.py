@@ -307,6 +307,7 @@ class TransformersEngine:
         return self._harvest(model)
 
     def _admit(self, model: CachedModel) -> None:
+        """Give free slots to waiting requests and encode their prompts, each distinct one once."""
         rows = self._rows
         requests = list(self._waiting.values())[: self.max_batch - len(rows.live())]
         if not requests:
@@ -357,6 +358,7 @@ class TransformersEngine:
         return responses
 
     def _restart_with_half(self) -> None:
+        """Put what is in flight back into the queue, give the cache back and continue with half the slots."""
         flying = [self._rows.held(slot) for slot in self._rows.live()]
         self.max_batch //= 2
         _LOG.warning("Out of GPU memory with %d slots; going on with %d.", 2 * self.max_batch, self.max_batch)

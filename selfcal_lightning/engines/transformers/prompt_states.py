@@ -26,6 +26,7 @@ _ROWS_IN_TRAINING = 32
 def read_prompt_states(
     model: CachedModel, prompts: Sequence[Sequence[int]], settings: LevelSettings, *, max_batch: int
 ) -> PromptStates:
+    """Return the hidden states of prompts in their order, in passes over prompts of about one length."""
     levels = settings.of(len(decoder_layers(decoder_of(model.network))) + 1)
     chunks = chunks_of(range(len(prompts)), lambda i: len(prompts[i]), max_batch)
     found: list[PromptStates] = []

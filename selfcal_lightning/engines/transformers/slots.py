@@ -85,6 +85,7 @@ def _at_least_float32(x: Tensor) -> Tensor:
 
 
 def _widened(x: Tensor, width: int, *, value: float = 0) -> Tensor:
+    """Return ``x`` with at least ``width`` columns."""
     return x if x.shape[1] >= width else torch.nn.functional.pad(x, (0, width - x.shape[1]), value=value)
 
 
@@ -166,6 +167,7 @@ class SlotRows:
         self._any_step = any(request.step_ids for request in self.requests if request is not None)
 
     def drawn(self, slots: Sequence[int]) -> list[int]:
+        """Return how many tokens were drawn for the requests in ``slots``, without their prefixes."""
         counts = self.count[list(slots)].tolist() if slots else []
         return [count - len(self.held(slot).prefix_ids) for slot, count in zip(slots, counts, strict=True)]
 

@@ -165,6 +165,7 @@ def worker_environment(
     num_threads: int | None = None,
     activated_adapter: str | None = None,
 ) -> dict[str, str]:
+    """Return the child's environment: the parent's without the launcher's variables, and bound to its GPUs."""
     environment = {
         name: value
         for name, value in parent.items()

@@ -44,6 +44,7 @@ class MaskedProducts(PunicaWrapperCPU):
     def update_metadata(
         self, mapping: LoRAMapping, lora_index_to_id: list[int | None], max_loras: int, vocab_size: int, **settings: Any
     ) -> None:
+        """Take over which token has which adapter."""
         self.is_prefill = False  # by tokens, not by runs
         if any(mapping.index_mapping):
             self._update_base_metadata(mapping, lora_index_to_id, max_loras, vocab_size)

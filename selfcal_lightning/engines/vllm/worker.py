@@ -88,6 +88,7 @@ def probabilities(completion: CompletionOutput, token_ids: Sequence[int]) -> lis
 
 
 def _ask(engine: LLMEngine, groups: ProbeGroups, token_ids: Sequence[int], lora: LoRARequest | None) -> list[Table]:
+    """Return the probabilities of the tokens after the prompts of each group, with the adapter or without it."""
     found: dict[str, list[float]] = {}
     for group, (prompts, awake) in enumerate(groups):
         for i, prompt in enumerate(prompts):
@@ -261,6 +262,7 @@ class Worker:
 
 
 def _build_engine(settings: dict[str, Any]) -> tuple[LLMEngine, dict[str, Any]]:
+    """Start vLLM and return it with the limits that the parent has to know."""
     import vllm
     from vllm.engine.arg_utils import EngineArgs
     from vllm.platforms import current_platform

@@ -11,7 +11,7 @@ import json
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 
 import numpy as np
@@ -47,6 +47,16 @@ class Simulated:
         return "I do not know." if self.answer is None else f"The answer is {self.answer}."
 
 
+@cache
+def _respond(seed: int, number: int, index: int) -> Simulated:
+    is_easy = random.Random(f"{seed}/{number}").random() < 0.75
+    draw = random.Random(f"{seed}/{number}/{index}")
+    right = draw.random() < (0.97 if is_easy else 0.15)
+    sure = draw.betavariate(14.0, 2.0) if right else draw.betavariate(8.0, 3.0)
+    answer = REFERENCE if right else str(draw.choice([2, 2, 3, 4]))
+    return Simulated(None if draw.random() < UNREADABLE else answer, round(sure, 2))
+
+
 @dataclass(frozen=True)
 class Population:
     """``size`` questions with as many responses as anybody asks for; another seed is another population of the kind."""
@@ -64,12 +74,7 @@ class Population:
 
     def response(self, number: int, index: int) -> Simulated:
         """Return response ``index`` to question ``number``."""
-        is_easy = random.Random(f"{self.seed}/{number}").random() < 0.75
-        draw = random.Random(f"{self.seed}/{number}/{index}")
-        right = draw.random() < (0.97 if is_easy else 0.15)
-        sure = draw.betavariate(14.0, 2.0) if right else draw.betavariate(8.0, 3.0)
-        answer = REFERENCE if right else str(draw.choice([2, 2, 3, 4]))
-        return Simulated(None if draw.random() < UNREADABLE else answer, round(sure, 2))
+        return _respond(self.seed, number, index)
 
     def entry(self, number: int, width: int, *, name: str | None = None) -> QuestionSamples:
         """Return a question with its first ``width`` responses, under another id where one is given."""
@@ -86,7 +91,15 @@ class Population:
     def line(self, number: int, width: int) -> dict[str, object]:
         """Return a question with its first ``width`` responses as a line of a pool, without an id."""
         responses = [self.response(number, index) for index in range(width)]
-        rows = [{"text": one.text, "answer": one.answer, "confidence": {"p_true": one.p_true}} for one in responses]
+        rows = [
+            {
+                "text": one.text,
+                "answer": one.answer,
+                "correct": one.answer == REFERENCE,
+                "confidence": {"p_true": one.p_true},
+            }
+            for one in responses
+        ]
         return {"task": "local_number", "reference": REFERENCE, "responses": rows}
 
     def live(self, strategy: Strategy, *, scorers: Sequence[object] = ()) -> list[Verdict]:

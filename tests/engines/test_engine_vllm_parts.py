@@ -181,6 +181,14 @@ def start(
     return make
 
 
+def write_adapter(folder: Path, *, rank: int) -> str:
+    folder.mkdir(exist_ok=True)
+    config = {"peft_type": "LORA", "r": 1, "rank_pattern": {"q_proj": rank}}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    save_file({"lora": torch.zeros(1)}, folder / "adapter_model.safetensors")
+    return str(folder)
+
+
 def test_a_model_is_downloaded_before_its_start_is_timed(start: Callable[..., Any]) -> None:
     engine, starts = start("is ready", start_timeout=120.0)
     assert (engine.batch_size, starts()) == (7, 1)
@@ -201,6 +209,25 @@ def test_a_start_may_take_longer_for_more_weights(start: Callable[..., Any], mon
     engine, _ = start("is ready")
     assert engine.max_context == 64
     assert waited == [vllm.START_SECONDS + 2.0]
+    engine.close()
+
+
+def test_an_adapter_of_the_hub_is_downloaded_for_the_child(
+    start: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapter = write_adapter(tmp_path / "adapter", rank=2)
+    told: list[dict[str, Any]] = []
+    plain = WorkerProcess.start
+
+    def watch(self: WorkerProcess, settings: dict[str, Any], *, timeout: float) -> dict[str, Any]:
+        told.append(settings)
+        return plain(self, settings, timeout=timeout)
+
+    monkeypatch.setattr(WorkerProcess, "start", watch)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, allow_patterns: adapter)
+    engine, _ = start("is ready", adapter="org/adapter")
+    assert engine.max_context == 64
+    assert (told[0]["adapter"], told[0]["lora_rank"]) == (adapter, 8)
     engine.close()
 
 
@@ -238,14 +265,12 @@ def test_a_start_in_vain_is_not_repeated(start: Callable[..., Any], plan: str, e
 
 @pytest.mark.parametrize(("rank", "served"), [(1, 1), (2, 8), (8, 8), (24, 32), (257, 320), (512, 512), (513, None)])
 def test_ranks_are_rounded_up_to_what_vllm_serves(tmp_path: Path, rank: int, served: int | None) -> None:
-    config = {"peft_type": "LORA", "r": 1, "rank_pattern": {"q_proj": rank}}
-    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
-    save_file({"lora": torch.zeros(1)}, tmp_path / "adapter_model.safetensors")
+    adapter = write_adapter(tmp_path, rank=rank)
     if served is None:
         with pytest.raises(ValueError, match="to be at most 512, which is what vLLM serves, but got 513"):
-            lora_rank(str(tmp_path))
+            lora_rank(adapter)
     else:
-        assert lora_rank(str(tmp_path)) == served
+        assert lora_rank(adapter) == served
 
 
 @pytest.mark.parametrize(("name", "value"), [("max_batch", 0), ("max_attempts", 0), ("max_restarts", -1)])

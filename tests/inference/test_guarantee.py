@@ -5,26 +5,31 @@ not estimated. A risk's file promises that, with confidence 1 - delta over the d
 rate is at most the risk among the answered. Over NUM_DRAWS independent draws the number of broken promises is then at
 most Binomial(NUM_DRAWS, delta): each case fails where its tail is smaller than chance would have it once in a hundred
 runs of *all* cases. The error rate is that of the live procedure: the driver over an engine, set up by the file as
-`selfcal answer` sets it up. Replaying the recorded responses must give the same verdicts.
+`selfcal answer` sets it up. Replaying the recorded responses must give the same verdicts. The verb reads one pool of a
+case from a file, and is handed the others as it would have read them.
 """
 
 from __future__ import annotations
 
 import json
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 from scipy.stats import binomtest
-from support.simulated_questions import PoolWriter, Population
+from support.simulated_questions import Population, write_pool
 
 from selfcal_lightning.commands.fit_confidence import run_fit_threshold
+from selfcal_lightning.confidence import fusion
 from selfcal_lightning.confidence.base import add_scores
 from selfcal_lightning.confidence.fusion import FittedScorer, load_scorers
 from selfcal_lightning.confidence.scaling import fit_scaler
+from selfcal_lightning.data.pools.recorded import RecordedPool
 from selfcal_lightning.inference.choices import choose_strategy
 from selfcal_lightning.inference.registry import STRATEGIES
 from selfcal_lightning.inference.sources import replay
@@ -150,7 +155,7 @@ def _facts(verdict: Verdict) -> tuple[object, ...]:
     return verdict.answer, verdict.confidence, verdict.correct, verdict.samples_used, verdict.stopped_early
 
 
-def fit(case: Case, pool: str, output: Path, scorers: list[str]) -> FittedThreshold | None:
+def fit(case: Case, output: Path, scorers: list[str], *, pool: str = "") -> FittedThreshold | None:
     """Run the verb; return what the file says that it wrote, None where it found nothing to promise."""
     settings = {**case.settings, **({"confidence": "calm"} if case.scaled else {})}
     output.unlink(missing_ok=True)
@@ -165,17 +170,27 @@ def fit(case: Case, pool: str, output: Path, scorers: list[str]) -> FittedThresh
     return fitted if fitted is not None and fitted.threshold is not None else None
 
 
+def handed(pool: list[QuestionSamples]) -> AbstractContextManager[object]:
+    """Hand the verb a pool as if it had read it."""
+    return mock.patch.object(fusion, "load_for_fitting", return_value=RecordedPool(tuple(pool)))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_the_promised_error_rate_holds(case: Case, tmp_path: Path) -> None:
     draw = np.random.default_rng(20)
-    writer, truths = PoolWriter(POPULATION, case.widths, tmp_path), Truths()
+    truths, output, file = Truths(), tmp_path / "threshold.json", tmp_path / "pool.jsonl"
     files = [scaler_file(tmp_path)] if case.scaled else []
     scorers = load_scorers(files)
     broken = certified = 0
     for _ in range(NUM_DRAWS):
-        fitted = fit(case, writer.write(case.questions, draw), tmp_path / "threshold.json", files)
+        pool = POPULATION.draw(case.questions, case.widths, draw)
+        with handed(pool):
+            fitted = fit(case, output, files)
         if fitted is not None:
+            if not certified:
+                write_pool(pool, file)
+                assert fit(case, output, files, pool=str(file)) == fitted
             certified += 1
             broken += truths.error_rate(fitted, scorers) > case.risk
     print(f"{case}: {certified} of {NUM_DRAWS} certified, {broken} broken")  # noqa: T201 - shown by `pytest -s`
@@ -189,10 +204,11 @@ def test_a_procedure_that_draws_more_than_was_tested_breaks_the_promise(tmp_path
     """The test has teeth: certified on two responses and used with sixteen, far more than delta are broken."""
     draw = np.random.default_rng(21)
     case = Case("early_stopping", 0.1, widths=(2,), settings={"threshold": 0.9}, options={"max_samples": 2})
-    writer, verdicts = PoolWriter(POPULATION, case.widths, tmp_path), None
+    verdicts: list[Verdict] | None = None
     broken = certified = 0
     for _ in range(NUM_DRAWS // 2):
-        fitted = fit(case, writer.write(case.questions, draw), tmp_path / "threshold.json", [])
+        with handed(POPULATION.draw(case.questions, case.widths, draw)):
+            fitted = fit(case, tmp_path / "threshold.json", [])
         if fitted is None:
             continue
         if verdicts is None:
@@ -209,13 +225,12 @@ def test_a_procedure_that_draws_more_than_was_tested_breaks_the_promise(tmp_path
 def test_a_goal_without_a_guarantee_holds_where_it_says_and_only_there(goal: str, value: float, tmp_path: Path) -> None:
     """On the calibration questions the goal is met in every draw; on the population it is missed in many."""
     draw = np.random.default_rng(22)
-    writer, truths = PoolWriter(POPULATION, (4,), tmp_path), Truths()
-    missed, distances = 0, []
+    truths, missed, distances = Truths(), 0, []
     options: dict[str, Any] = {goal: value, "split": None, "use_all": True}
     while len(distances) < NUM_DRAWS:
-        pool = writer.write(120, draw)
         try:
-            run_fit_threshold(pool, str(tmp_path / "t.json"), **options)
+            with handed(POPULATION.draw(120, (4,), draw)):
+                run_fit_threshold("", str(tmp_path / "t.json"), **options)
         except ValueError as error:
             assert "No value of the grid meets" in str(error)  # noqa: PT017 - a pool of hard questions
             continue

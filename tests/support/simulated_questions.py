@@ -77,30 +77,22 @@ class Population:
         return _respond(self.seed, number, index)
 
     def entry(self, number: int, width: int, *, name: str | None = None) -> QuestionSamples:
-        """Return a question with its first ``width`` responses, under another id where one is given."""
+        """Return a question with its first ``width`` responses, under another id and wording where one is given."""
         question = self.questions[number]
-        name = question.id if name is None else name
+        if name is not None:
+            question = Question(name, question.task, (Message("user", name),), REFERENCE, name)
         samples = []
         for index in range(width):
             one = self.response(number, index)
             right = one.answer == REFERENCE
             yes, no = one.p_true, 1.0 - one.p_true
-            samples.append(Sample(name, index, 0, one.text, (1,), "stop", one.answer, right, None, yes, no))
-        return QuestionSamples(Question(name, question.task, question.messages, REFERENCE, name), tuple(samples), "cal")
+            samples.append(Sample(question.id, index, 0, one.text, (1,), "stop", one.answer, right, None, yes, no))
+        return QuestionSamples(question, tuple(samples), "cal")
 
-    def line(self, number: int, width: int) -> dict[str, object]:
-        """Return a question with its first ``width`` responses as a line of a pool, without an id."""
-        responses = [self.response(number, index) for index in range(width)]
-        rows = [
-            {
-                "text": one.text,
-                "answer": one.answer,
-                "correct": one.answer == REFERENCE,
-                "confidence": {"p_true": one.p_true},
-            }
-            for one in responses
-        ]
-        return {"task": "local_number", "reference": REFERENCE, "responses": rows}
+    def draw(self, size: int, widths: Sequence[int], draw: np.random.Generator) -> list[QuestionSamples]:
+        """Return ``size`` questions, drawn independently and with replacement, with ``widths`` responses in turn."""
+        numbers = draw.integers(self.size, size=size).tolist()
+        return [self.entry(one, widths[place % len(widths)], name=f"c{place}") for place, one in enumerate(numbers)]
 
     def live(self, strategy: Strategy, *, scorers: Sequence[object] = ()) -> list[Verdict]:
         """Return what ``strategy`` does on every question, by the driver over an engine."""
@@ -124,23 +116,15 @@ class ScriptedEngine(FakeEngine):
         return Response(request.id, one.text, tuple(one.text.encode()), "stop", -1.0, *masses)
 
 
-class PoolWriter:
-    """Writes pools of questions that are drawn from a population, independently and with replacement.
-
-    ``widths`` are the numbers of responses of the first, the second ... question drawn, in turn.
-    """
-
-    def __init__(self, population: Population, widths: Sequence[int], folder: Path) -> None:
-        self._population, self._widths, self._path = population, widths, folder / "pool.jsonl"
-        self._lines: dict[tuple[int, int], str] = {}
-
-    def write(self, size: int, draw: np.random.Generator) -> str:
-        """Write a pool of ``size`` questions; return its path."""
-        with self._path.open("w") as file:
-            for place, number in enumerate(draw.integers(self._population.size, size=size).tolist()):
-                width = self._widths[place % len(self._widths)]
-                key = number, width
-                if key not in self._lines:
-                    self._lines[key] = json.dumps(self._population.line(number, width))[1:]
-                file.write(f'{{"id": "c{place}", "question": "Drawn as number {place}?", {self._lines[key]}\n')
-        return str(self._path)
+def write_pool(pool: Sequence[QuestionSamples], path: Path) -> None:
+    """Write questions as the lines of a pool."""
+    with path.open("w") as file:
+        for entry in pool:
+            responses = [
+                {"text": one.text, "answer": one.answer, "correct": one.correct,
+                 "confidence": {"yes_mass": one.yes_mass, "no_mass": one.no_mass}}
+                for one in entry.samples
+            ]  # fmt: skip
+            asked = entry.question
+            line = {"id": asked.id, "task": asked.task, "question": asked.text, "reference": asked.reference}
+            file.write(json.dumps({**line, "responses": responses}) + "\n")

@@ -69,7 +69,8 @@ def group_rows(rows: Sequence[StoredRow]) -> QuestionSamples:
 
 def question_digest(question: Question) -> str:
     """Return 16 hexadecimal digits that change with the question's task, messages or reference."""
-    key = [question.task, [asdict(message) for message in question.messages], question.reference]
+    messages = [{"role": message.role, "content": message.content} for message in question.messages]
+    key = [question.task, messages, question.reference]
     return hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
 
 

@@ -37,6 +37,7 @@ from selfcal_lightning.models.chat_format import ChatFormat, generation_end_ids,
 from selfcal_lightning.models.folders import (
     adapter_identity,
     check_model_folder,
+    local_adapter,
     model_folder,
     read_invocation_ids,
     resolve_model,
@@ -117,8 +118,9 @@ class VLLMEngine:
         check_installed("vllm", extra="vllm")
         check_at_least(1, max_batch=1 if max_batch is None else max_batch, max_attempts=max_attempts)
         check_at_least(0, max_restarts=max_restarts)
-        self.model, self.revision, self.adapter = resolve_model(model), revision, adapter
-        self._query_ids = None if adapter is None else read_invocation_ids(adapter)
+        self.model, self.revision = resolve_model(model), revision
+        self.adapter = None if adapter is None else local_adapter(adapter)
+        self._query_ids = None if self.adapter is None else read_invocation_ids(self.adapter)
         self._settings: dict[str, Any] = {
             "dtype": None if dtype == "auto" else dtype,
             "max_context": max_context,

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from selfcal_lightning import __version__
 from selfcal_lightning.adaptation.key_steps import KeySteps, read_key_steps
@@ -30,6 +29,7 @@ from selfcal_lightning.core.files import (
     to_json,
     write_atomically,
 )
+from selfcal_lightning.data.store.shards import parquet_bytes
 from selfcal_lightning.data.tasks.registry import get_task
 
 ExportLabel = Literal["picked", "none"]
@@ -226,16 +226,10 @@ def _rows_files(rows: Sequence[TrainingRow], format: Format, selection: Selectio
         chats = [{"messages": [*row.chat, row.turn]} for row in rows]  # for verl's supervised trainer
         supervised = pa.Table.from_pylist(chats, pa.schema({"messages": _CHAT}))
         table = verl_table(rows, selection_sha256=selection.sha256)
-        return {"train.parquet": _parquet(table), "sft.parquet": _parquet(supervised)}
+        return {"train.parquet": parquet_bytes(table), "sft.parquet": parquet_bytes(supervised)}
     if format == "trl":
-        return {"train.parquet": _parquet(trl_table(rows))}
+        return {"train.parquet": parquet_bytes(trl_table(rows))}
     if format == "openrlhf":
         return {"train.jsonl": "".join(as_json_line(openrlhf_row(row)) for row in rows).encode()}
     content = json.dumps(list(map(reference_row, rows)), indent=1, ensure_ascii=False)
     return {"selected.json": f"{content}\n".encode()}
-
-
-def _parquet(table: pa.Table) -> bytes:
-    sink = pa.BufferOutputStream()
-    pq.write_table(table, sink)
-    return sink.getvalue().to_pybytes()

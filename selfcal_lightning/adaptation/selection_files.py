@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from selfcal_lightning import __version__
 from selfcal_lightning.adaptation import picking
@@ -32,7 +31,7 @@ from selfcal_lightning.data.store.annotations import Annotation, annotation_name
 from selfcal_lightning.data.store.manifest import read_record, write_record
 from selfcal_lightning.data.store.overview import counted_samples
 from selfcal_lightning.data.store.sample_store import SampleStore
-from selfcal_lightning.data.store.shards import SampleIndex, StoreCorruptError, read_parquet
+from selfcal_lightning.data.store.shards import SampleIndex, StoreCorruptError, parquet_bytes, read_parquet
 from selfcal_lightning.records import Question, QuestionSamples, Sample
 
 
@@ -59,8 +58,7 @@ def read_source(
     with Progress(len(index), label=f"Reading {store.path.name}", only_if_slow=True) as progress:
         entries = tuple(counted_samples(store, index, round=round, on_rows=progress.update))
     origins = {entry.file: entry.origin for entry in store.manifest.shards}
-    firsts = np.flatnonzero(np.diff(index.question_index, prepend=-1))
-    shards = {index.question_id[at]: origins[index.files[index.shard[at]]] for at in firsts.tolist()}
+    shards = {index.question_id[at]: origins[index.files[index.shard[at]]] for at in index.edges[:-1]}
     described = {
         "path": str(store_dir),
         "fingerprint": record.digest,
@@ -203,9 +201,7 @@ def _parquet(rows: Sequence[SelectedRow], shards: Mapping[str, str]) -> bytes:
         scores = {f"{_SCORE}{name}": value for name, value in row.scores.items()}
         plain.append({**asdict(row), **label, "shard": shards[row.question_id], **scores})
     schema = pa.schema({**_FIELDS, **{name: _REAL for name in plain[0] if name.startswith(_SCORE)}})
-    sink = pa.BufferOutputStream()
-    pq.write_table(pa.Table.from_pylist(plain, schema=schema), sink, compression="zstd")
-    return sink.getvalue().to_pybytes()
+    return parquet_bytes(pa.Table.from_pylist(plain, schema=schema))
 
 
 def _from_json(row: Mapping[str, Any]) -> SelectedRow:

@@ -194,8 +194,7 @@ class StoreTarget:
 
     def entries(self, names: Sequence[str]) -> Iterator[Entry]:
         """Yield the questions that may lack one of ``names``, by id."""
-        edges = np.flatnonzero(np.diff(self.index.question_index, prepend=-1, append=-1))
-        for start, stop in pairwise(edges.tolist()):
+        for start, stop in pairwise(self.index.edges):
             if all(self._known[name][start:stop].all() for name in names):
                 continue
             rows = self.store.read_rows(self.index.locate(range(start, stop)))

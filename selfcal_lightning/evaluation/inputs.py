@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -263,13 +264,12 @@ def unlike_training(inputs: Inputs, sides: Mapping[str, ModelSide], options: Sam
             continue
         engine_options = options.engine.of(adapter=model.adapter)
         chat = load_chat(engine_options, model.model, query=options.query, prompt=options.prompt)
-        engine = open_engine(engine_options, model.model, chat=chat)
-        distances = {
-            test: domain.distance(prompt_states(engine, [entry.question for entry in pools[side].entries]))
-            for test, pools in inputs.tests.items()
-            if side in pools
-        }
-        engine.close()
+        with closing(open_engine(engine_options, model.model, chat=chat)) as engine:
+            distances = {
+                test: domain.distance(prompt_states(engine, [entry.question for entry in pools[side].entries]))
+                for test, pools in inputs.tests.items()
+                if side in pools
+            }
         first = next(iter(distances.values()))
         for test, values in distances.items():
             found[f"own.{test}.unlike_training.{side}"] = int((values > domain.threshold).sum())

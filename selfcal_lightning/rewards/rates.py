@@ -93,8 +93,7 @@ def _index_of(rollouts_dir: str, policy: StoreFingerprint | None) -> SampleIndex
 
 
 def _prefixes_in(index: SampleIndex) -> Iterator[tuple[str, slice]]:
-    edges = np.flatnonzero(np.diff(index.question_index, prepend=-1, append=-1))
-    for start, stop in pairwise(edges.tolist()):
+    for start, stop in pairwise(index.edges):
         if MARK in index.question_id[start]:
             yield str(index.question_id[start]), slice(start, stop)
 

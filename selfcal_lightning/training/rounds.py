@@ -261,8 +261,7 @@ class QuestionTargets:
 def question_targets(index: SampleIndex, *, raw: bool = False, drop_none: bool = True) -> dict[str, QuestionTargets]:
     confidence = index.yes_mass if raw else index.p_true
     found: dict[str, QuestionTargets] = {}
-    edges = np.flatnonzero(np.diff(index.question_index, prepend=-1, append=-1))
-    for start, stop in pairwise(edges):
+    for start, stop in pairwise(index.edges):
         answers = index.answer[start:stop].tolist()
         known = [None if np.isnan(value) else float(value) for value in confidence[start:stop]]
         targets = soft_self_consistency(answers, known, drop_none=drop_none)

@@ -83,7 +83,7 @@ def load_recorded_pool(
             "file. A file's responses carry their own; `selfcal import-pool` makes a store of it."
         )
     else:
-        pool = _from_file(path, split, task, limit=limit, texts=texts, tasks=tasks)
+        pool = _from_file(path, split, task, limit=limit, texts=texts, token_ids=token_ids, tasks=tasks)
     if not pool.entries:
         raise InputError(
             f"Expected {path} to hold questions of split {split!r} and task {task!r} with responses, but got none. "
@@ -140,8 +140,9 @@ def annotation_estimators(store: str | Path, names: Sequence[str]) -> dict[str, 
 
 
 def _from_file(
-    path: Path, split: str | None, task: str | None, *, limit: int | None, texts: bool, tasks: Callable[[str], Task]
-) -> RecordedPool:
+    path: Path, split: str | None, task: str | None, *, limit: int | None, texts: bool, token_ids: bool,
+    tasks: Callable[[str], Task],
+) -> RecordedPool:  # fmt: skip
     """Read and verify the lines of a file; questions without a response are left out and counted."""
 
     def read() -> Iterator[tuple[int, PoolLine]]:
@@ -157,11 +158,12 @@ def _from_file(
     if len(sizes) < len(found):
         say(f"{len(found) - len(sizes):,} of {len(found):,} questions in {path} have no response and are left out")
     entries: list[QuestionSamples] = []
+    emptied = ({} if texts else {"text": ""}) | ({} if texts and token_ids else {"token_ids": None})
     before = Undecided.so_far()
     with Progress(sum(sizes[:limit]), label=f"Reading {path.name}") as progress:
         for line in islice((line for line in chosen(read()) if line.responses), limit):
             judged = judge_line(line, tasks(line.question.task))
-            entries.append(judged if texts else _without(judged, text="", token_ids=None))
+            entries.append(_without(judged, **emptied) if emptied else judged)
             progress.update(len(judged.samples), unreadable=sum(sample.answer is None for sample in judged.samples))
     say_undecided(before)
     return RecordedPool(tuple(entries))

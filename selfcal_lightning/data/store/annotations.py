@@ -40,7 +40,7 @@ from selfcal_lightning.data.store.manifest import (
     write_record,
 )
 from selfcal_lightning.data.store.parts import PartLock
-from selfcal_lightning.data.store.shards import SampleIndex, StoreCorruptError, StoredRow, read_parquet
+from selfcal_lightning.data.store.shards import SampleIndex, StoreCorruptError, StoredRow, parquet_bytes, read_parquet
 
 logger = logging.getLogger(__name__)
 
@@ -152,10 +152,9 @@ class Annotation(NamedRecord[AnnotationRecord]):
             "shard": np.array(hashes, dtype=object)[origins].tolist(),
             "value": pa.array(values, pa.float64(), from_pandas=True),  # nan becomes null
         }
-        sink = pa.BufferOutputStream()
-        pq.write_table(pa.table(columns, schema=ANNOTATION_SCHEMA), sink, compression="zstd")
+        written = parquet_bytes(pa.table(columns, schema=ANNOTATION_SCHEMA))
         self.folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(self.folder / f"{run}-{part}.parquet", sink.getvalue().to_pybytes())
+        write_atomically(self.folder / f"{run}-{part}.parquet", written)
 
     def publish(
         self,

@@ -5,7 +5,7 @@ A response of 300 tokens takes 15 KiB as a whole record and half a KiB here, so 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -32,21 +32,20 @@ def counted_samples(
     on_rows: Callable[[int], None] = lambda _: None,
 ) -> Iterator[QuestionSamples]:
     """Yield what ``SampleStore.samples`` yields, without texts, token ids and prompts."""
-    edges = np.flatnonzero(np.diff(index.question_index, prepend=-1, append=-1))
-    edges = edges if limit is None else edges[: limit + 1]
+    edges = index.edges[: None if limit is None else limit + 1]
     questions = _questions(store, index, edges[:-1])
-    for start, stop in pairwise(edges.tolist()):
+    for start, stop in pairwise(edges):
         samples = _samples(index, start, stop, round)
         yield QuestionSamples(questions[samples[0].question_id], samples, index.split[start])
         on_rows(stop - start)
 
 
-def _questions(store: SampleStore, index: SampleIndex, rows: np.ndarray) -> dict[str, Question]:
-    found = {}
-    shards = index.shard[rows]
+def _questions(store: SampleStore, index: SampleIndex, rows: Sequence[int]) -> dict[str, Question]:
+    found, places = {}, np.array(rows, dtype=np.int64)
+    shards = index.shard[places]
     for shard in np.unique(shards).tolist():
         table = read_shard(store.path / index.files[shard], columns=QUESTION_COLUMNS)
-        for row in table.take(index.row[rows[shards == shard]]).to_pylist():
+        for row in table.take(index.row[places[shards == shard]]).to_pylist():
             found[row["question_id"]] = decode_question(row)
     return found
 

@@ -305,8 +305,7 @@ class SampleStore:
         index = self.index(split=split, round=round, confidences=confidences)
         if task is not None:
             index = index.select(index.task == task)
-        edges = np.flatnonzero(np.diff(index.question_index, prepend=-1, append=-1))
-        for start, stop in pairwise(edges):
+        for start, stop in pairwise(index.edges):
             yield add_confidences(self.read_rows(index.locate(range(start, stop))), index, start, confidences)
 
     def read_rows(self, locators: Sequence[tuple[str, int]]) -> list[StoredRow]:

@@ -128,6 +128,12 @@ def encode_shard(tables: Sequence[pa.Table], metadata: Mapping[str, str]) -> byt
     return sink.getvalue().to_pybytes()
 
 
+def parquet_bytes(table: pa.Table) -> bytes:
+    sink = pa.BufferOutputStream()
+    pq.write_table(table, sink, compression="zstd")
+    return sink.getvalue().to_pybytes()
+
+
 def read_shard(path: Path, *, columns: Sequence[str] | None = None) -> pa.Table:
     try:
         with pq.ParquetFile(path) as file:
@@ -208,6 +214,11 @@ class SampleIndex:
 
     def __len__(self) -> int:
         return len(self.row)
+
+    @property
+    def edges(self) -> list[int]:
+        """Row at which each question begins, and the number of rows."""
+        return np.flatnonzero(np.diff(self.question_index, prepend=-1, append=-1)).tolist()
 
     @property
     def p_true(self) -> np.ndarray:

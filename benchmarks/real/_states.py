@@ -84,7 +84,7 @@ def fit_probes(
     targets = np.array([value for entry in training for value in target(entry)])
     groups = np.repeat(np.arange(len(training)), [len(entry.samples) for entry in training])
     states = {split: np.load(file) for split, file in files.items()}
-    found: dict[str, dict[str, Floats]] = {"validation": {}, "test": {}}
+    found: dict[str, dict[str, Floats]] = {split: {} for split in files if split != "train"}
     for name in STATES:
         centre, scale = states["train"][name].mean(axis=0), states["train"][name].std(axis=0) + 1e-6
         read = {split: (arrays[name] - centre) / scale for split, arrays in states.items()}

@@ -16,7 +16,9 @@ import sys
 from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples" / "smollm" / "data" / "wikidata"
-SPLITS = {"train": 40, "validation": 10, "test": 40}  # questions of each relation
+# Questions of each relation. The confirmation split was drawn later, from what the others had left.
+SPLITS = {"train": 40, "validation": 10, "test": 40}
+LATER_SPLITS = {"confirmation": 40}
 SEED = 20251125
 RELATIONS = {
     "citizenship": ("The country of citizenship of ", "Which country is {} a citizen of?"),
@@ -27,20 +29,32 @@ RELATIONS = {
 
 
 def main(source: str) -> None:
-    """Write the three files."""
+    """Write the files."""
     examples = json.loads(Path(source).read_text())["examples"]
-    rng, rows, used = random.Random(SEED), {split: list[dict[str, object]]() for split in SPLITS}, set[str]()
-    for name, (begin, question) in RELATIONS.items():
-        pattern = re.compile(re.escape(begin) + r"(.+) is$")
-        found = {match[1]: example["target"] for example in examples if (match := pattern.match(example["input"]))}
-        subjects = sorted(found.keys() - used)
-        rng.shuffle(subjects)
-        for split, count in SPLITS.items():
+    rng, used = random.Random(SEED), set[str]()
+    rows = {split: list[dict[str, object]]() for split in SPLITS | LATER_SPLITS}
+    answers, subjects = dict[str, dict[str, object]](), dict[str, list[str]]()
+
+    def draw(name: str, splits: dict[str, int]) -> None:
+        for split, count in splits.items():
             for number in range(count):
-                subject = subjects.pop()
+                while (subject := subjects[name].pop()) in used:
+                    pass
                 used.add(subject)
-                row = {"id": f"{split}{number}-{name}", "question": question.format(subject), "answer": found[subject]}
-                rows[split].append(row)
+                question = RELATIONS[name][1].format(subject)
+                rows[split].append(
+                    {"id": f"{split}{number}-{name}", "question": question, "answer": answers[name][subject]}
+                )
+
+    for name, (begin, _) in RELATIONS.items():
+        pattern = re.compile(re.escape(begin) + r"(.+) is$")
+        found = ((pattern.match(example["input"]), example["target"]) for example in examples)
+        answers[name] = {match[1]: target for match, target in found if match}
+        subjects[name] = sorted(answers[name].keys() - used)
+        rng.shuffle(subjects[name])
+        draw(name, SPLITS)
+    for name in RELATIONS:
+        draw(name, LATER_SPLITS)
     FOLDER.mkdir(exist_ok=True)
     for split, written in rows.items():
         rng.shuffle(written)

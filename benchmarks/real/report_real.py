@@ -26,6 +26,8 @@ import numpy as np
 from _real_jobs import (
     ARITHMETIC,
     BEST_WAY,
+    CONFIRMATION,
+    CROSS_ENTROPY,
     FACTS,
     GEMMA,
     JOINT,
@@ -46,7 +48,7 @@ from _real_jobs import (
 )
 from _states import MEAN, QUERY, RESPONSE, agreement, fit_probes, labels
 from matplotlib.figure import Figure
-from shared.estimates import RESAMPLES, errors_over_seeds, metric_columns
+from shared.estimates import RESAMPLES, errors_over_seeds, metric_columns, samples_needed
 from shared.study import Options, Study
 from shared.tables import show, table, triple
 
@@ -90,6 +92,7 @@ DEMO = {
 Pool = list[QuestionSamples]
 ADAPTER, UPPER, FUSED = "adapter", "labels", "fused"
 LIKELIHOOD, KIND, COCOA, ENTROPY = "likelihood", "kind", "cocoa", "semantic_entropy"
+ADAPTERS = (ADAPTER, CROSS_ENTROPY)
 BLOCKS = (2, 4, 8)
 PRIOR_VOTES = 2  # what the agreement of a kind of question counts for beside votes
 WEIGHTS = {"": None, "_likelihood": LIKELIHOOD, "_p_true": P_TRUE}
@@ -135,6 +138,7 @@ RIVALS = {
     FUSED: Rival("fusion of adapter and likelihood", labels=SPLIT),
     "share_4_adapter": Rival("share of 4 votes, weighted by the adapter", 4),
     BEST_WAY: Rival(f"activated adapter, {OTHER_WAYS[BEST_WAY]}", labels=SPLIT),
+    CROSS_ENTROPY: Rival("activated adapter, by cross-entropy"),
     UPPER: Rival("activated adapter trained on labels", labels=TRAINING),
     f"labels_{QUERY}": Rival("linear probe of the state at the query, trained on labels", labels=TRAINING),
     f"labels_{MEAN}": Rival("isotonic ridge of the mean state, trained on labels", labels=TRAINING),
@@ -172,7 +176,7 @@ def run(options: Options) -> None:
         jobs.convert()
         for split in ("train", "validation"):
             jobs.sample(jobs.samples, split)
-        jobs.sample(jobs.test, "test", seed=1)
+        jobs.sample(jobs.test, jobs.tested, seed=1)
         for seed in options.seeds:
             jobs.score(jobs.activate(LEAVE_ONE_OUT, seed), f"{LEAVE_ONE_OUT}_{seed}")
         if options.demo:
@@ -180,11 +184,15 @@ def run(options: Options) -> None:
         jobs.probe()
         jobs.score_tokens()
         jobs.read_states()
+        if jobs.tested == CONFIRMATION:
+            for seed in options.seeds:
+                jobs.score_one(jobs.test, jobs.tested, jobs.activate(CROSS_ENTROPY, seed), f"{CROSS_ENTROPY}_{seed}")
+            continue
         jobs.sample_twice(jobs.activate(LEAVE_ONE_OUT, options.seeds[0]))
         jobs.draw_again()
         if LABEL not in options.without:
             jobs.score(jobs.activate(LABEL, 0), f"{LABEL}_0")
-        if name_of(jobs) == TRIED_ON:
+        if jobs.name == TRIED_ON:
             jobs.try_other_ways()
         if JOINT not in options.without:
             jobs.sample(jobs.joint_test, "test", model=jobs.train_jointly(), seed=1)
@@ -194,13 +202,13 @@ def account(options: Options) -> str:
     """Return what is going to be done, and about how long each part takes on two idle cores."""
     rows: list[tuple[str, float]] = [("convert the model, once", CONVERT_SECONDS)]
     for jobs in options.jobs:
-        name = name_of(jobs)
+        name, is_first = jobs.name, jobs.tested == "test"
         train, test, validation = (
             options.num_samples * (getattr(jobs.sizes, split) or jobs.count(split))
             for split in ("train", "test", "validation")
         )
-        adapters, sampled = len(options.seeds), train + test + validation
-        if not options.demo:
+        adapters, sampled = len(options.seeds), test + (train + validation if is_first else 0)
+        if is_first and not options.demo:
             adapters += 2 - len(options.without)
             sampled += test if JOINT in options.without else 2 * test
         if name == TRIED_ON and not options.demo:
@@ -220,21 +228,17 @@ def account(options: Options) -> str:
 
 
 def assemble(options: Options) -> dict[str, Any]:
-    tasks = {name_of(jobs): report_on(jobs, options.seeds) for jobs in options.jobs}
+    tasks = {jobs.name: report_on(jobs, options.seeds) for jobs in options.jobs}
     if options.demo:  # too small for targets
         for task in tasks.values():
             task.pop("criteria", None)
     elif (earlier := options.results / "report_real.json").is_file():  # tasks that were left out keep their figures
         tasks = json.loads(earlier.read_text())["tasks"] | tasks
     return {
-        "tasks": tasks,
+        "tasks": {name: tasks[name] for name in TITLES if name in tasks},
         "samples": options.num_samples,
         "minutes": options.minutes,
     }
-
-
-def name_of(jobs: Jobs) -> str:
-    return jobs.task if jobs.model.name == SMOLLM else f"{jobs.model.name}/{jobs.task}"
 
 
 def sampled_by(jobs: Jobs) -> str:
@@ -247,13 +251,14 @@ def sampled_by(jobs: Jobs) -> str:
 
 def report_on(jobs: Jobs, seeds: Sequence[int]) -> dict[str, Any]:
     """Return the figures of one task."""
-    scored = [name for name in annotation_names(jobs.test) if _is_whole(jobs.test, "test", name)]
+    scored = [name for name in annotation_names(jobs.test) if _is_whole(jobs.test, jobs.tested, name)]
     there = [seed for seed in seeds if f"{LEAVE_ONE_OUT}_{seed}" in scored]
     adapters = [f"{LEAVE_ONE_OUT}_{seed}" for seed in there]
     pool, fused = _pool(jobs, scored, adapters)
     columns: dict[str, Columns] = {}
     variants = {ADAPTER: adapters, FUSED: fused, "share_4_adapter": [f"share_4_{name}" for name in adapters],
-                UPPER: [f"{LABEL}_0"], BEST_WAY: [f"{BEST_WAY}_0"]}  # fmt: skip
+                UPPER: [f"{LABEL}_0"], BEST_WAY: [f"{BEST_WAY}_0"],
+                CROSS_ENTROPY: [name for seed in seeds if (name := f"{CROSS_ENTROPY}_{seed}") in scored]}  # fmt: skip
     for name in RIVALS:
         names = variants.get(name, [name])
         if names and all(one in pool[0].samples[0].confidences or one == P_TRUE for one in names):
@@ -294,10 +299,11 @@ def report_on(jobs: Jobs, seeds: Sequence[int]) -> dict[str, Any]:
             if name != ADAPTER
         }
         report["criteria"] = _criteria(report, columns, votes, _same_texts(jobs.texts))
-        report["second_draw"] = _second_draw(jobs)
-        report["other_ways"] = _other_ways(jobs)
+        if jobs.tested == "test":
+            report["second_draw"] = _second_draw(jobs)
+            report["other_ways"] = _other_ways(jobs)
     report["work"] = _work(jobs, report)
-    if name_of(jobs) == FACTS:
+    if jobs.name == FACTS:
         report["known_names"] = _by_known_names(pool, adapters)
     return report
 
@@ -369,7 +375,7 @@ def _is_whole(store: Path, split: str, name: str) -> bool:
 def _pool(jobs: Jobs, scored: Sequence[str], adapters: Sequence[str]) -> tuple[Pool, list[str]]:
     """Return the test responses with all confidences, and the names of the fusions."""
     priors = agreement_of_kinds(entries(jobs.samples, "train"))
-    pool = with_cheap(entries(jobs.test, "test", scored), priors, adapters)
+    pool = with_cheap(entries(jobs.test, jobs.tested, scored), priors, adapters)
     if PROBE in question_annotation_names(jobs.test):
         keys = [(entry.question.id, question_digest(entry.question)) for entry in pool]
         pool = list(with_question_confidence(pool, question_values(jobs.test, PROBE, keys), name=PROBE))
@@ -379,8 +385,8 @@ def _pool(jobs: Jobs, scored: Sequence[str], adapters: Sequence[str]) -> tuple[P
     if has_states:
         pools = entries(jobs.samples, "train"), jobs.states, entries(jobs.samples, "validation")
         probes = fit_probes(*pools)
-        pool, validation = with_probes(pool, probes["test"]), with_probes(validation, probes["validation"])
-        taught = fit_probes(*pools, labels)["test"]
+        pool, validation = with_probes(pool, probes[jobs.tested]), with_probes(validation, probes["validation"])
+        taught = fit_probes(*pools, labels)[jobs.tested]
         pool = with_probes(pool, {f"labels_{name}": values for name, values in taught.items()})
     scorers: list[Any] = [
         fit_scaler(validation, "temperature", source=P_TRUE, name="p_true_scaled"),
@@ -507,7 +513,7 @@ def _tokens_to_accuracy(report: Mapping[str, Any], votes: Mapping[str, Floats]) 
     goal, found = votes["counted"][max(BLOCKS) - 1], {}
 
     def reached(curve: Floats) -> Floats:
-        return np.array([samples_to_reach(curve[:, at], goal[at]) for at in range(curve.shape[1])])
+        return np.nan_to_num(samples_needed(curve, goal), nan=math.inf)
 
     for name, curve in votes.items():
         each = response + (query if name in (P_TRUE, ADAPTER) else 0)
@@ -515,18 +521,6 @@ def _tokens_to_accuracy(report: Mapping[str, Any], votes: Mapping[str, Floats]) 
         ends = ratio[0], np.quantile(ratio, 0.025, method="lower"), np.quantile(ratio, 0.975, method="higher")
         found[name] = [float(end) if math.isfinite(end) else None for end in ends]
     return found
-
-
-def samples_to_reach(curve: Floats, accuracy: float) -> float:
-    """Return how many samples a curve over 1, 2, 3 ... samples takes to an accuracy, between samples by a line."""
-    reached = np.flatnonzero(curve >= accuracy)
-    if not len(reached):
-        return math.inf
-    place = int(reached[0])
-    if place == 0:
-        return 1.0
-    low, high = float(curve[place - 1]), float(curve[place])
-    return place + (accuracy - low) / (high - low)
 
 
 def _generators(
@@ -537,7 +531,7 @@ def _generators(
     for label, name in (("base, P(True)", P_TRUE), ("base, activated adapter", ADAPTER)):
         if name in columns:
             found[label] = _generator(columns[name], votes["counted"], votes[name])
-    if (jobs.joint_test / "manifest.json").is_file():
+    if jobs.tested == "test" and (jobs.joint_test / "manifest.json").is_file():
         own = entries(jobs.joint_test, "test")
         if len(own) == len(pool):
             curves = (vote_columns(own, [name], range(1, max(BLOCKS) + 1)) for name in (None, P_TRUE))
@@ -582,10 +576,10 @@ def _other_ways(jobs: Jobs) -> dict[str, dict[str, list[float | None]]]:
 
 def _work(jobs: Jobs, report: Mapping[str, Any]) -> dict[str, float | None]:
     """Return what training takes, and what 1,000 responses take to be scored and to be sampled."""
-    costs = jobs.costs()
+    costs, tested = jobs.costs(), f"{jobs.tested} ({jobs.tested})"
     trained = [used for what, used in costs.items() if what.startswith(f"train, {LEAVE_ONE_OUT}/")]
-    scored = [used for what, used in costs.items() if what.startswith(f"score test (test), {LEAVE_ONE_OUT}_")]
-    sampled = [used for what, used in costs.items() if what in ("sample test (test)", "sample test (test_2)")]
+    scored = [used for what, used in costs.items() if what.startswith(f"score {tested}, {LEAVE_ONE_OUT}_")]
+    sampled = [used for what, used in costs.items() if what in (f"sample {tested}", "sample test (test_2)")]
     training = sum(one.num_tokens or 0 for entry in entries(jobs.samples, "train") for one in entry.samples)
     means = [float(np.mean(seconds)) if seconds else None for seconds in (trained, scored, sampled)]
     thousand = 1_000 / report["responses"]
@@ -603,7 +597,7 @@ def _criteria(
     """Return the targets with what was measured."""
     adapter = columns[ADAPTER]
     label_free = [name for name, rival in RIVALS.items() if rival.labels == NONE and rival.samples == 1]
-    label_free = [name for name in label_free if name in columns and name != ADAPTER]
+    label_free = [name for name in label_free if name in columns and name not in ADAPTERS]
     best = min(label_free, key=lambda name: columns[name].estimate(BRIER).value or 1.0)
     rows = [
         ("AUROC above the likelihood by .10 or more", triple(adapter.above(columns[LIKELIHOOD], AUROC)), 0, 0.10),
@@ -659,6 +653,7 @@ def is_met(options: Options, report: Mapping[str, Any]) -> bool:
 TITLES = {
     FACTS: "Facts about countries",
     WIKIDATA: "Facts from Wikidata",
+    f"{WIKIDATA}/{CONFIRMATION}": "Facts from Wikidata, new questions",
     ARITHMETIC: "Arithmetic in words",
     f"{GEMMA}/{FACTS}": "Facts about countries, Gemma 3 270M",
 }
@@ -695,7 +690,7 @@ def _overview(tasks: Mapping[str, Any]) -> list[str]:
             continue
         found, votes = task["confidences"], task["votes"]
         free = [one for one, rival in RIVALS.items() if rival.samples == 1 and rival.labels == NONE]
-        best = max((one for one in free if one in found and one != ADAPTER), key=lambda one: found[one][AUROC][0])
+        best = max((one for one in free if one in found and one not in ADAPTERS), key=lambda one: found[one][AUROC][0])
         rows.append([
             TITLES[name], f"{found[best][AUROC][0]:.3f} ({RIVALS[best].label})",
             f"{found['share_4_likelihood'][AUROC][0]:.3f}",

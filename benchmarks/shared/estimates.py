@@ -98,3 +98,18 @@ def _column(rows: Sequence[Measured], metric: str) -> Floats:
 
 def _ends(row: ErrorBounds) -> tuple[Floats, Floats]:
     return row.least, row.most
+
+
+def samples_needed(curve: Floats, wanted: Floats) -> Floats:
+    """Return the samples at which a curve [K, 1 + R] first reaches an accuracy [1 + R]; NaN where it never does.
+
+    Between two numbers of samples the accuracy is taken as a straight line, and more samples as no worse.
+    """
+    best = np.maximum.accumulate(curve, axis=0)
+    reached = best >= wanted
+    first = reached.argmax(axis=0)
+    columns = np.arange(curve.shape[1])
+    above, below = best[first, columns], best[np.maximum(first - 1, 0), columns]
+    step = np.divide(wanted - below, above - below, out=np.zeros_like(wanted), where=above > below)
+    needed = np.where(first == 0, 1.0, first + step)
+    return np.where(reached.any(axis=0), needed, np.nan)

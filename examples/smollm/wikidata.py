@@ -16,7 +16,7 @@ class Wikidata(CountryFacts):
     """Short answers from Wikidata; see ``data/wikidata/README.md`` for source and licence."""
 
     name = "wikidata"
-    source = FileSource({split: str(DATA / "wikidata" / f"{split}.jsonl") for split in SPLITS})
+    source = FileSource({split: str(DATA / "wikidata" / f"{split}.jsonl") for split in (*SPLITS, "confirmation")})
 
 
 register_task(DatasetTask(Wikidata(), prompt=bare_question))

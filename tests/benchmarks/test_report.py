@@ -38,7 +38,7 @@ def test_a_confidence_does_not_differ_from_itself(script: Module) -> None:
 
 
 def test_the_samples_for_an_accuracy_are_read_between_the_points(script: Module) -> None:
-    needed = script("_report_confidences").samples_needed
+    needed = script("shared.estimates").samples_needed
     curve = np.array([[0.4, 0.4, 0.4], [0.5, 0.3, 0.3], [0.6, 0.5, 0.3]])
     assert needed(curve, np.array([0.55, 0.45, 0.45]))[:2] == pytest.approx([2.5, 2.5])
     assert np.isnan(needed(curve, np.array([0.55, 0.45, 0.45]))[2])

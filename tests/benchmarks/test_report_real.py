@@ -57,15 +57,6 @@ def test_agreement_of_a_kind_leaves_the_response_itself_out(
     assert script("report_real").agreement_of_kinds([entry]) == {"capital": pytest.approx(6 * 2 / 7 / 8)}
 
 
-def test_samples_to_reach_an_accuracy_lie_between_samples(script: Callable[[str], ModuleType]) -> None:
-    import numpy as np
-
-    reach = script("report_real").samples_to_reach
-    assert reach(np.array([0.2, 0.4, 0.5]), 0.45) == pytest.approx(2.5)
-    assert reach(np.array([0.2, 0.4]), 0.1) == 1.0
-    assert math.isinf(reach(np.array([0.2, 0.4]), 0.5))
-
-
 def test_states_of_a_response_do_not_depend_on_its_neighbours(script: Callable[[str], ModuleType]) -> None:
     import torch
     from transformers import AutoModelForCausalLM

@@ -121,8 +121,8 @@ def test_arithmetic_is_read_from_its_last_number_and_shares_no_question(example:
 
 def test_wikidata_is_read_like_facts_and_shares_no_subject(facts: Task, example: Callable[[str], Task]) -> None:
     task = example("wikidata")
-    questions = {split: task.load(split) for split in ("train", "validation", "test")}
-    assert [len(found) for found in questions.values()] == [160, 40, 160]
+    questions = {split: task.load(split) for split in ("train", "validation", "test", "confirmation")}
+    assert [len(found) for found in questions.values()] == [160, 40, 160, 160]
     asked = [question for found in questions.values() for question in found]
     assert all(task.verify(one.reference, one.reference) or one.reference.startswith("[") for one in asked)
     assert len({one.text for one in asked}) == len(asked)

@@ -201,14 +201,18 @@ def run(options: Options) -> None:
 def account(options: Options) -> str:
     """Return what is going to be done, and about how long each part takes on two idle cores."""
     rows: list[tuple[str, float]] = [("convert the model, once", CONVERT_SECONDS)]
+    folders = set[Path]()
     for jobs in options.jobs:
-        name, is_first = jobs.name, jobs.tested == "test"
+        name, confirms = jobs.name, jobs.tested == CONFIRMATION
         train, test, validation = (
             options.num_samples * (getattr(jobs.sizes, split) or jobs.count(split))
             for split in ("train", "test", "validation")
         )
-        adapters, sampled = len(options.seeds), test + (train + validation if is_first else 0)
-        if is_first and not options.demo:
+        adapters, sampled = len(options.seeds) * (1 + confirms), test + train + validation
+        if jobs.folder in folders:  # the test questions of the same task come first
+            adapters, sampled = adapters - len(options.seeds), test
+        folders.add(jobs.folder)
+        if not confirms and not options.demo:
             adapters += 2 - len(options.without)
             sampled += test if JOINT in options.without else 2 * test
         if name == TRIED_ON and not options.demo:

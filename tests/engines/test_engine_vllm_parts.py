@@ -181,6 +181,19 @@ def start(
     return make
 
 
+def watch_starts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[dict[str, Any], float]]:
+    """Return the list that every start of a child adds its settings and its time limit to."""
+    told: list[tuple[dict[str, Any], float]] = []
+    plain = WorkerProcess.start
+
+    def watch(self: WorkerProcess, settings: dict[str, Any], *, timeout: float) -> dict[str, Any]:
+        told.append((settings, timeout))
+        return plain(self, settings, timeout=timeout)
+
+    monkeypatch.setattr(WorkerProcess, "start", watch)
+    return told
+
+
 def write_adapter(folder: Path, *, rank: int) -> str:
     folder.mkdir(exist_ok=True)
     config = {"peft_type": "LORA", "r": 1, "rank_pattern": {"q_proj": rank}}
@@ -198,17 +211,10 @@ def test_a_model_is_downloaded_before_its_start_is_timed(start: Callable[..., An
 
 
 def test_a_start_may_take_longer_for_more_weights(start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    waited: list[float] = []
-    plain = WorkerProcess.start
-
-    def watch(self: WorkerProcess, settings: dict[str, Any], *, timeout: float) -> dict[str, Any]:
-        waited.append(timeout)
-        return plain(self, settings, timeout=timeout)
-
-    monkeypatch.setattr(WorkerProcess, "start", watch)
+    told = watch_starts(monkeypatch)
     engine, _ = start("is ready")
     assert engine.max_context == 64
-    assert waited == [vllm.START_SECONDS + 2.0]
+    assert [timeout for _, timeout in told] == [vllm.START_SECONDS + 2.0]
     engine.close()
 
 
@@ -216,18 +222,12 @@ def test_an_adapter_of_the_hub_is_downloaded_for_the_child(
     start: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     adapter = write_adapter(tmp_path / "adapter", rank=2)
-    told: list[dict[str, Any]] = []
-    plain = WorkerProcess.start
-
-    def watch(self: WorkerProcess, settings: dict[str, Any], *, timeout: float) -> dict[str, Any]:
-        told.append(settings)
-        return plain(self, settings, timeout=timeout)
-
-    monkeypatch.setattr(WorkerProcess, "start", watch)
+    told = watch_starts(monkeypatch)
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, allow_patterns: adapter)
     engine, _ = start("is ready", adapter="org/adapter")
     assert engine.max_context == 64
-    assert (told[0]["adapter"], told[0]["lora_rank"]) == (adapter, 8)
+    ((settings, _),) = told
+    assert (settings["adapter"], settings["lora_rank"]) == (adapter, 8)
     engine.close()
 
 

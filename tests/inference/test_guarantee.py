@@ -226,7 +226,7 @@ def test_a_goal_without_a_guarantee_holds_where_it_says_and_only_there(goal: str
     """On the calibration questions the goal is met in every draw; on the population it is missed in many."""
     draw = np.random.default_rng(22)
     truths, missed, distances = Truths(), 0, []
-    options: dict[str, Any] = {goal: value, "split": None, "use_all": True, "num_reshuffles": 5}
+    options: dict[str, Any] = {goal: value, "split": None, "use_all": True}
     while len(distances) < NUM_DRAWS:
         try:
             with handed(POPULATION.draw(120, (4,), draw)):

@@ -18,7 +18,7 @@ from shared.jobs import run
 from shared.study import SAMPLED, SPLITS, TASK, Options, configuration, train_on, write_configuration
 
 from selfcal_lightning.capability.probe import with_question_confidence
-from selfcal_lightning.confidence.base import MEAN_LOGPROB, P_TRUE, SampleScorer, add_scores
+from selfcal_lightning.confidence.base import MEAN_LOGPROB, P_TRUE, SampleScorer, scored_pool
 from selfcal_lightning.confidence.features import LOGIT, required_confidences
 from selfcal_lightning.confidence.fusion import fit_fusion
 from selfcal_lightning.confidence.scaling import fit_scaler
@@ -232,10 +232,7 @@ def fit_on(calibration: Sequence[QuestionSamples], generator: str) -> list[Sampl
 
 
 def with_fitted(pool: RecordedPool, fitted: Sequence[SampleScorer]) -> RecordedPool:
-    entries = (
-        replace(entry, samples=tuple(add_scores(sample, fitted) for sample in entry.samples)) for entry in pool.entries
-    )
-    return replace(pool, entries=tuple(entries))
+    return replace(pool, entries=scored_pool(pool.entries, fitted))
 
 
 ORDERS = 50

@@ -13,7 +13,7 @@ from shared.estimates import RESAMPLES, error_difference, errors_over_seeds, est
 from shared.jobs import run_once
 from shared.study import SAMPLED, SPLITS, TASK, TESTS, Options, configuration, train_on, write_configuration
 
-from selfcal_lightning.confidence.base import MEAN_LOGPROB, P_TRUE, add_scores
+from selfcal_lightning.confidence.base import MEAN_LOGPROB, P_TRUE, scored_pool
 from selfcal_lightning.confidence.features import LOGIT
 from selfcal_lightning.confidence.fusion import fit_fusion
 from selfcal_lightning.confidence.scaling import fit_scaler
@@ -356,10 +356,7 @@ def read_pool(plan: Plan, seed: int, split: str) -> RecordedPool:
         fit_scaler(calibration.entries, "platt", source=MEAN_LOGPROB, name=LIKELIHOOD),
         fit_fusion(calibration.entries, (MEAN_LOGPROB, f"{LOGIT}prm"), name=FUSED),
     )
-    entries = (
-        replace(entry, samples=tuple(add_scores(sample, fitted) for sample in entry.samples))
-        for entry in map(_with_share, wanted.entries)
-    )
+    entries = scored_pool(map(_with_share, wanted.entries), fitted)
     return replace(wanted, entries=tuple(sorted(entries, key=lambda entry: entry.question.id)))
 
 

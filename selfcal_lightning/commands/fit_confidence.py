@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from selfcal_lightning.confidence import fusion, response_probe
-from selfcal_lightning.confidence.base import RESPONSE_PROBE, add_scores, confidence_of
+from selfcal_lightning.confidence.base import RESPONSE_PROBE, confidence_of, scored_pool
 from selfcal_lightning.confidence.features import required_confidences, scores_text
 from selfcal_lightning.confidence.fitted_files import THRESHOLD as KIND
 from selfcal_lightning.confidence.fitted_files import check_fitted_target
@@ -89,7 +89,7 @@ def run_fit_confidence(
     read = fusion.load_for_fitting(pool, split, task, needed, known)
     with Stage(f"Fitting {kind}"):
         recorded = [*recorded_confidences(read.estimators), *known]
-        entries = [replace(e, samples=tuple(add_scores(sample, known) for sample in e.samples)) for e in read.entries]
+        entries = scored_pool(read.entries, known)
         fit, held_out = (entries, None) if use_all else halve_pool(entries, seed=seed)
         if held_out is not None:
             check_not_fitted_on(held_out, known)

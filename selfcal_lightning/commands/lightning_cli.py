@@ -152,6 +152,7 @@ class SelfCalibrationCLI(LightningCLI):
     def __init__(self, arguments: Sequence[str], parser_class: type[LightningArgumentParser] = TrainerParser) -> None:
         # The parser is built before it parses; which arguments are shared depends on the classes that are named.
         self._linked = links_of(arguments)
+        self._verb = arguments[0]
         super().__init__(
             LightningModule,
             LightningDataModule,
@@ -175,6 +176,10 @@ class SelfCalibrationCLI(LightningCLI):
         check = "Check what can be checked, print the plan, and stop there."
         parser.add_argument("--check", type=bool, default=False, help=check)
         parsing.add_plugins_option(parser)
+
+    def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]
+        """Return the verb that runs alone: the parser of each takes a tenth of a second."""
+        return {self._verb: super().subcommands()[self._verb]}
 
     def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
         """Describe the verb, and read checkpoints with ``weights_only``: Lightning would unpickle one from a URL."""

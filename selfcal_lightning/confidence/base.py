@@ -115,6 +115,11 @@ def add_scores(sample: Sample, scorers: Sequence[SampleScorer]) -> Sample:
     return sample
 
 
+def scored_pool(pool: Iterable[QuestionSamples], scorers: Sequence[SampleScorer]) -> tuple[QuestionSamples, ...]:
+    """Return a pool whose samples have the confidences of ``scorers``, each of which may read those before it."""
+    return tuple(replace(one, samples=tuple(add_scores(sample, scorers) for sample in one.samples)) for one in pool)
+
+
 def split_hash(question_ids: Iterable[str]) -> str:
     """Return a sha256 that identifies a set of questions, independent of their order."""
     return hashlib.sha256("\n".join(sorted(set(question_ids))).encode()).hexdigest()

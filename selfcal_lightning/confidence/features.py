@@ -65,9 +65,13 @@ def feature_value(sample: Sample, name: str) -> float | None:
         return None
     if not name.startswith(LOGIT):
         return float(value)
-    # As `log_odds`, without arrays: a live run scores one sample at a time.
-    _check_probabilities(value, value, name)
-    p = min(max(value, SMALLEST_PROBABILITY), 1.0 - SMALLEST_PROBABILITY)
+    return log_odds_of(value, name)
+
+
+def log_odds_of(probability: float, name: str = "confidence") -> float:
+    """Compute what :func:`log_odds` does of one number: a live run scores one sample at a time."""
+    _check_probabilities(probability, probability, name)
+    p = min(max(probability, SMALLEST_PROBABILITY), 1.0 - SMALLEST_PROBABILITY)
     return math.log(p) - math.log1p(-p)
 
 

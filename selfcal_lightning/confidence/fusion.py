@@ -21,10 +21,10 @@ from selfcal_lightning.confidence.base import (
     MEAN_LOGPROB,
     P_TRUE,
     STORED,
-    add_scores,
     check_confidence,
     confidence_of,
     lacks,
+    scored_pool,
 )
 from selfcal_lightning.confidence.features import (
     LOGIT,
@@ -51,6 +51,7 @@ from selfcal_lightning.confidence.scaling import (
     fit_logistic,
     fit_scaler,
     sigmoid,
+    sigmoid_of,
 )
 from selfcal_lightning.confidence.splits import FittedOn, check_not_fitted_on
 from selfcal_lightning.core.errors import InputError, unknown_name
@@ -110,9 +111,7 @@ class Fusion:
             if value is None:
                 return None
             z += weight * (value - mean) / std
-        # As `sigmoid`, without arrays: a live run scores one sample at a time.
-        e = math.exp(-abs(z))
-        return 1.0 / (1.0 + e) if z >= 0.0 else e / (1.0 + e)
+        return sigmoid_of(z)
 
     def score_parts(self, pool: Sequence[QuestionSamples]) -> tuple[ConfidenceScores, ...]:
         """Return the scores on ``pool`` of each feature alone and, last, of the fusion."""
@@ -341,9 +340,7 @@ def weigh_pool(
 ) -> WeighedPool:
     check_not_fitted_on(pool.entries, [scorer for scorer in scorers if scorer.name not in fitting])
     refuse_looking_ahead(names, [*recorded_confidences(pool.estimators), *scorers])
-    entries = tuple(
-        replace(entry, samples=tuple(add_scores(sample, scorers) for sample in entry.samples)) for entry in pool.entries
-    )
+    entries = scored_pool(pool.entries, scorers)
     for name in names:
         check_confidence(entries, name)
     costs = {name: pool.query_tokens for name in names if P_TRUE in sources_of(name, scorers)}

@@ -20,6 +20,7 @@ from selfcal_lightning.confidence.features import (
     ResponseTable,
     feature_value,
     log_odds,
+    log_odds_of,
     score_confidence,
 )
 from selfcal_lightning.confidence.fitted_files import load_fitted, save_fitted
@@ -69,6 +70,11 @@ def sigmoid(z: Floats) -> Floats:
     return np.asarray(np.where(z >= 0.0, 1.0, e) / (1.0 + e))
 
 
+def sigmoid_of(z: float) -> float:
+    e = math.exp(-abs(z))
+    return (1.0 if z >= 0.0 else e) / (1.0 + e)
+
+
 COOLEST, HOTTEST = 0.01, 100.0
 
 
@@ -102,6 +108,9 @@ class TemperatureMap:
     def transform(self, values: Floats) -> Floats:
         return sigmoid(log_odds(values) / self.temperature)
 
+    def scaled(self, value: float) -> float:
+        return sigmoid_of(log_odds_of(value) / self.temperature)
+
 
 @dataclass(frozen=True)
 class PlattMap:
@@ -131,6 +140,10 @@ class PlattMap:
         x = log_odds(values) if self.takes_logit else values
         return sigmoid(self.slope * x + self.intercept)
 
+    def scaled(self, value: float) -> float:
+        x = log_odds_of(value) if self.takes_logit else value
+        return sigmoid_of(self.slope * x + self.intercept)
+
 
 @dataclass(frozen=True)
 class IsotonicMap:
@@ -155,6 +168,9 @@ class IsotonicMap:
     def transform(self, values: Floats) -> Floats:
         """Return probabilities [N]; NaN passes through."""
         return np.asarray(np.interp(values, *self._knots))
+
+    def scaled(self, value: float) -> float:
+        return float(np.interp(value, *self._knots))
 
 
 ScalerMap = TemperatureMap | PlattMap | IsotonicMap
@@ -200,7 +216,7 @@ class Scaler:
     def score_sample(self, sample: Sample) -> float | None:
         """Return the scaled confidence, or None if the sample has none."""
         value = feature_value(sample, self.source)
-        return None if value is None else float(self.map.transform(np.array([value]))[0])
+        return None if value is None else self.map.scaled(value)
 
     def as_json(self) -> dict[str, Any]:
         held_out = None

@@ -15,6 +15,7 @@ from selfcal_lightning.confidence.base import (
     SampleScorer,
     add_scores,
     check_confidence,
+    scored_pool,
 )
 from selfcal_lightning.confidence.registry import refuse_looking_ahead
 from selfcal_lightning.core.errors import InputError, RunError, check_at_least
@@ -437,7 +438,7 @@ class ReplaySource:
             )
         self.query_tokens = self._suffix_tokens if needs_query(confidence, self._scorers) else 0
         entries = [self._pool[question.id] for question in questions]
-        scored = [replace(e, samples=tuple(add_scores(sample, self._scorers) for sample in e.samples)) for e in entries]
+        scored = scored_pool(entries, self._scorers)
         if confidence is not None:
             check_confidence(scored, confidence)
         self._scored |= {entry.question.id: entry.samples for entry in scored}

@@ -18,7 +18,7 @@ from typing import Any, Literal, TypeAlias, TypeVar, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from selfcal_lightning.confidence.base import add_scores, check_confidence, confidence_of
+from selfcal_lightning.confidence.base import check_confidence, confidence_of, scored_pool
 from selfcal_lightning.confidence.fitted_files import THRESHOLD as KIND
 from selfcal_lightning.confidence.fitted_files import load_fitted, save_fitted
 from selfcal_lightning.confidence.fusion import FittedScorer, scorer_digests
@@ -229,9 +229,7 @@ def ready_entries(
             f"that a calibration question has ({shortest.question.id!r}), but got {strategy.max_samples}: another "
             "procedure would be tested than used."
         )
-    scored = tuple(
-        replace(entry, samples=tuple(add_scores(sample, scorers) for sample in entry.samples)) for entry in pool
-    )
+    scored = scored_pool(pool, scorers)
     if strategy.confidence is not None:
         refuse_looking_ahead([strategy.confidence], scorers)
         check_confidence(scored, strategy.confidence)

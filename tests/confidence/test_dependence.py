@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from support.fakes import FakeChat, FakeEngine, FakeTask, fake_questions
 from support.number_pools import write_number_pool
-from support.strategy_pools import make_entry, with_samples
+from support.strategy_pools import make_entry
 
 from selfcal_lightning.commands.pools import run_export_pool
 from selfcal_lightning.commands.score import run_score
-from selfcal_lightning.confidence.base import SampleScorer, add_scores
+from selfcal_lightning.confidence.base import SampleScorer, scored_pool
 from selfcal_lightning.confidence.fusion import (
     carried_confidences,
     default_confidences,
@@ -52,8 +52,8 @@ def write_pool(path: Path) -> Path:
     return write_number_pool(path, {f"q{number}": responses for number in range(3)}, split="test")
 
 
-def scored(pool: RecordedPool, scorers: Sequence[SampleScorer]) -> list[QuestionSamples]:
-    return with_samples(pool.entries, lambda sample: add_scores(sample, scorers))
+def scored(pool: RecordedPool, scorers: Sequence[SampleScorer]) -> tuple[QuestionSamples, ...]:
+    return scored_pool(pool.entries, scorers)
 
 
 def chain() -> list[SampleScorer]:

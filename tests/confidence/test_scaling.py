@@ -17,7 +17,15 @@ from support.strategy_pools import make_entry, with_samples
 from selfcal_lightning.confidence.base import add_scores, split_hash
 from selfcal_lightning.confidence.fusion import load_scorer, load_scorers
 from selfcal_lightning.confidence.registry import RecordedConfidence
-from selfcal_lightning.confidence.scaling import IsotonicMap, PlattMap, Scaler, TemperatureMap, fit_scaler
+from selfcal_lightning.confidence.scaling import (
+    SCALER_KINDS,
+    IsotonicMap,
+    PlattMap,
+    Scaler,
+    ScalerKind,
+    TemperatureMap,
+    fit_scaler,
+)
 from selfcal_lightning.confidence.splits import check_not_fitted_on, split_in_halves
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.core.files import sealed
@@ -121,9 +129,10 @@ def test_scaler_repairs_calibration_on_other_questions_and_survives_its_file(kin
     assert content["fitted_on"]["num_responses"] == 1600
 
 
-def test_scaler_scores_a_sample_like_its_map() -> None:
+@pytest.mark.parametrize("kind", SCALER_KINDS)
+def test_scaler_scores_a_sample_like_its_map(kind: ScalerKind) -> None:
     pool = overconfident_pool(20)
-    scaler = fit_scaler(pool, "platt", name="scaled")
+    scaler = fit_scaler(pool, kind, name="scaled")
     confidence, _ = columns_of(pool)
     found = [add_scores(sample, [scaler]).confidences["scaled"] for entry in pool for sample in entry.samples]
     assert found == pytest.approx(scaler.map.transform(confidence).tolist(), abs=1e-12)

@@ -6,14 +6,13 @@ The trial states one split of its 250 questions, without intervals; the claims t
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import pytest
 
-from selfcal_lightning.confidence.base import add_scores
+from selfcal_lightning.confidence.base import scored_pool
 from selfcal_lightning.confidence.features import ConfidenceScores
 from selfcal_lightning.confidence.fusion import Fusion, fit_fusion
 from selfcal_lightning.confidence.splits import halve_pool
@@ -141,6 +140,5 @@ def test_four_fused_weighted_samples_beat_four_votes(trials: list[Trial]) -> Non
 
 
 def _vote_accuracy(one: Trial, name: str | None) -> np.ndarray:
-    scorers = [one.fusions["ssc"]]
-    pool = [replace(e, samples=tuple(add_scores(sample, scorers) for sample in e.samples)) for e in one.test]
+    pool = scored_pool(one.test, [one.fusions["ssc"]])
     return grid_outcome(SelfConsistency(max_samples=16, confidence=name), pool, [4, 16], num_reshuffles=20).accuracy

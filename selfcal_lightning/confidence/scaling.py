@@ -23,7 +23,7 @@ from selfcal_lightning.confidence.features import (
     log_odds_of,
     score_confidence,
 )
-from selfcal_lightning.confidence.fitted_files import load_fitted, save_fitted
+from selfcal_lightning.confidence.fitted_files import save_fitted
 from selfcal_lightning.confidence.registry import KnownConfidence, may_be_probability, pool_dependent
 from selfcal_lightning.confidence.splits import FittedOn, check_not_fitted_on
 from selfcal_lightning.core.errors import InputError, RunError, unknown_name
@@ -244,10 +244,6 @@ class Scaler:
 
     def save(self, path: str | Path) -> None:
         save_fitted(path, self.map.kind, self.as_json())
-
-    @classmethod
-    def load(cls, path: str | Path) -> Scaler:
-        return cls.from_json(*load_fitted(path, SCALER_KINDS))
 
 
 def fit_scaler(

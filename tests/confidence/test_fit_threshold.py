@@ -21,8 +21,8 @@ from selfcal_lightning.cli import run
 from selfcal_lightning.commands.answer import run_answer
 from selfcal_lightning.commands.evaluate import run_evaluate
 from selfcal_lightning.commands.fit_confidence import run_fit_threshold
-from selfcal_lightning.confidence.fusion import weigh_pool
-from selfcal_lightning.confidence.scaling import Scaler, fit_scaler
+from selfcal_lightning.confidence.fusion import load_scorer, weigh_pool
+from selfcal_lightning.confidence.scaling import fit_scaler
 from selfcal_lightning.core.files import sealed
 from selfcal_lightning.data.pools.recorded import RecordedPool, load_pool, load_recorded_pool
 from selfcal_lightning.evaluation.curves import StrategySettings
@@ -183,7 +183,7 @@ def test_scorers_are_known_by_what_they_compute(tmp_path: Path) -> None:
     unread = fit_scaler(entries[:20], "platt", name="unread")
     for scorer in (one, other, unread):
         scorer.save(tmp_path / f"{scorer.map.kind}-{scorer.name}.json")
-    assert Scaler.load(tmp_path / "platt-calm.json") == one
+    assert load_scorer(tmp_path / "platt-calm.json") == one
     assert one.fitted_on == other.fitted_on
     calibration = write_pool(tmp_path / "more.jsonl", prefix="m")
     given = ["--confidence", "calm", "--scorers", f"[{tmp_path / 'platt-calm.json'}]"]

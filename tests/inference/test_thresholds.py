@@ -13,7 +13,8 @@ import pytest
 from support.strategy_pools import make_entry
 
 from selfcal_lightning.confidence.base import split_hash
-from selfcal_lightning.confidence.scaling import Scaler, fit_scaler
+from selfcal_lightning.confidence.fusion import load_scorer
+from selfcal_lightning.confidence.scaling import fit_scaler
 from selfcal_lightning.core.files import sealed
 from selfcal_lightning.inference.sources import replay
 from selfcal_lightning.inference.stopping import EarlyStopping
@@ -233,4 +234,4 @@ def test_a_threshold_survives_its_file(tmp_path: Path) -> None:
     fit_scaler(pool, "platt").save(scaled)
     with pytest.raises(ValueError, match="one of threshold, but got 'platt'"):
         FittedThreshold.load(scaled)
-    assert isinstance(Scaler.load(scaled), Scaler)
+    assert load_scorer(scaled).name == "p_true_platt"

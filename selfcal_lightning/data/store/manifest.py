@@ -148,9 +148,6 @@ class StoreFingerprint:
         }  # fmt: skip
         return content if self.plan is None else {**content, "plan": self.plan}
 
-    def digest(self) -> str:
-        return fingerprint_digest(self.as_json())
-
     def differences(self, other: StoreFingerprint) -> list[str]:
         """Return one "field: mine, theirs" for each differing field; names of models come before their hashes."""
         mine, theirs = _identity(self.as_json()), _identity(other.as_json())

@@ -57,6 +57,16 @@ def _respond(seed: int, number: int, index: int) -> Simulated:
     return Simulated(None if draw.random() < UNREADABLE else answer, round(sure, 2))
 
 
+@cache
+def _samples(seed: int, number: int, width: int) -> tuple[Sample, ...]:
+    samples = []
+    for index in range(width):
+        one = _respond(seed, number, index)
+        right, yes, no = one.answer == REFERENCE, one.p_true, 1.0 - one.p_true
+        samples.append(Sample(f"p{number}", index, 0, one.text, (1,), "stop", one.answer, right, None, yes, no))
+    return tuple(samples)
+
+
 @dataclass(frozen=True)
 class Population:
     """``size`` questions with as many responses as anybody asks for; another seed is another population of the kind."""
@@ -81,13 +91,7 @@ class Population:
         question = self.questions[number]
         if name is not None:
             question = Question(name, question.task, (Message("user", name),), REFERENCE, name)
-        samples = []
-        for index in range(width):
-            one = self.response(number, index)
-            right = one.answer == REFERENCE
-            yes, no = one.p_true, 1.0 - one.p_true
-            samples.append(Sample(question.id, index, 0, one.text, (1,), "stop", one.answer, right, None, yes, no))
-        return QuestionSamples(question, tuple(samples), "cal")
+        return QuestionSamples(question, _samples(self.seed, number, width), "cal")
 
     def draw(self, size: int, widths: Sequence[int], draw: np.random.Generator) -> list[QuestionSamples]:
         """Return ``size`` questions, drawn independently and with replacement, with ``widths`` responses in turn."""

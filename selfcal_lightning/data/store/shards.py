@@ -10,6 +10,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,7 @@ def group_rows(rows: Sequence[StoredRow]) -> QuestionSamples:
     return QuestionSamples(first.question, tuple(row.sample for row in rows), first.split, first.prompt_ids)
 
 
+@lru_cache(maxsize=1 << 14)  # of one pool it is asked several times
 def question_digest(question: Question) -> str:
     """Return 16 hexadecimal digits that change with the question's task, messages or reference."""
     messages = [{"role": message.role, "content": message.content} for message in question.messages]

@@ -54,7 +54,8 @@ class Progress:
                 self._bar.set_postfix_str(f"{self.unreadable / self.done:.1%} unreadable", refresh=False)
         elif self._enabled and seconds_of_silence() >= LINE_SECONDS:
             self._written = time.monotonic()
-            say(self.line())
+            if self.done < self.total:  # else the end says it
+                say(self.line())
 
     def line(self) -> str:
         rate = self.done / max(time.monotonic() - self._started, 1e-9)

@@ -242,6 +242,19 @@ def test_an_interrupted_start_is_begun_anew(start: Callable[..., Any], monkeypat
     engine.close()
 
 
+def test_scores_whose_wait_is_interrupted_are_forgotten(
+    start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, _ = start("is ready")
+    assert engine.max_context == 64
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "_work", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            engine.next_token_probabilities([[5], [6]], [7])
+    assert engine.poll() == []  # it would wait for ever for what is still in the book
+    engine.close()
+
+
 def test_a_first_start_is_tried_once_more(start: Callable[..., Any]) -> None:
     """One collision of ports among eight engines of a node once ended the run."""
     engine, starts = start("dies,is ready")

@@ -216,9 +216,13 @@ class VLLMEngine:
             first=True,
         )
         self._in_flight.scores |= dict.fromkeys(numbers)
-        while self._in_flight.awaits_score(numbers):
-            self._work()
-        answers = map(self._in_flight.scores.pop, numbers)
+        try:
+            while self._in_flight.awaits_score(numbers):
+                self._work()
+        finally:
+            answers = iter([self._in_flight.scores.pop(number) for number in numbers])
+            for number in numbers:
+                self._book.drop(number)
         return read_scores([list(islice(answers, len(chunks))) for _ in prompts])
 
     def describe(self) -> dict[str, Any]:

@@ -175,7 +175,7 @@ def describe_scorer(fitted: fusion.FittedScorer) -> str:
     lines = [
         f"{fitted.name}: {fitted.map.kind} scaling of {fitted.source}, fitted on {fitted.fitted_on.num_responses} "
         f"responses to {fitted.fitted_on.num_questions} questions ({fitted.fitted_on.num_left_out} left out)",
-        *(["It depends on the other responses to a question: for recorded pools only."] if fitted.needs_pool else []),
+        *([fusion.POOL_NOTE] if fitted.needs_pool else []),
         "",
         scores_text((fitted.before, fitted.after), title="on the fitting questions"),
     ]

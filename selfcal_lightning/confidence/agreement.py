@@ -12,7 +12,7 @@ from selfcal_lightning.confidence.base import MEAN_LOGPROB, confidence_of
 from selfcal_lightning.confidence.verbalized import Verbalized
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.engines.base import Engine
-from selfcal_lightning.records import QuestionSamples
+from selfcal_lightning.records import QuestionSamples, Sample
 
 if TYPE_CHECKING:
     from selfcal_lightning.models.chat_format import ChatFormat
@@ -80,7 +80,7 @@ class Agreement:
     """A row of the table of confidences by agreement; call it to create the estimator."""
 
     name: str
-    score: Callable[[QuestionSamples, Clusters], list[float | None]]  # of the responses to a question
+    score: Callable[[Sequence[Sample], Clusters], list[float | None]]  # of the responses to a question
     is_probability: bool = True
     needs_pool: ClassVar[bool] = True
     reads: ClassVar[str] = "pool"
@@ -102,13 +102,13 @@ class AgreementScores:
 
     name: str
     is_probability: bool
-    of_clusters: Callable[[QuestionSamples, Clusters], list[float | None]]
+    of_clusters: Callable[[Sequence[Sample], Clusters], list[float | None]]
     entails: Entails | None = None
     needs_pool: ClassVar[bool] = True
 
     def score(self, pool: Sequence[QuestionSamples]) -> list[list[float | None]]:
         """Return the confidence of every sample, [question][sample]; None where there is nothing to compare."""
-        return [self.of_clusters(entry, self._clusters(entry)) for entry in pool]
+        return [self.of_clusters(entry.samples, self._clusters(entry)) for entry in pool]
 
     def _clusters(self, entry: QuestionSamples) -> Clusters:
         if self.entails is None:
@@ -119,12 +119,12 @@ class AgreementScores:
         return [next(found) if text.strip() else None for text in texts]
 
 
-def _shares(_: QuestionSamples, clusters: Clusters) -> list[float | None]:
+def _shares(_: Sequence[Sample], clusters: Clusters) -> list[float | None]:
     sizes = Counter(clusters)
     return [None if cluster is None else sizes[cluster] / len(clusters) for cluster in clusters]
 
 
-def _negentropies(_: QuestionSamples, clusters: Clusters) -> list[float | None]:
+def _negentropies(_: Sequence[Sample], clusters: Clusters) -> list[float | None]:
     n = len(clusters)
     # An unreadable response means something that no other one means.
     sizes = Counter(("alone", i) if cluster is None else cluster for i, cluster in enumerate(clusters))
@@ -132,9 +132,9 @@ def _negentropies(_: QuestionSamples, clusters: Clusters) -> list[float | None]:
     return [None if n < 2 else max(1.0 - entropy / math.log(n), 0.0)] * n
 
 
-def _cocoa(entry: QuestionSamples, clusters: Clusters) -> list[float | None]:
+def _cocoa(samples: Sequence[Sample], clusters: Clusters) -> list[float | None]:
     sizes, others = Counter(clusters), len(clusters) - 1
-    values = [confidence_of(sample, MEAN_LOGPROB) for sample in entry.samples]
+    values = [confidence_of(sample, MEAN_LOGPROB) for sample in samples]
     return [
         None if value is None or cluster is None or not others else value * (others + 1 - sizes[cluster]) / others
         for value, cluster in zip(values, clusters, strict=True)

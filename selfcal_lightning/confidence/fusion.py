@@ -66,6 +66,7 @@ FusionTarget = Literal["label", "ssc", "vote_share"]
 TARGETS: tuple[FusionTarget, ...] = ("label", "ssc", "vote_share")
 FUSED = "fused"
 KIND = "fusion"
+POOL_NOTE = "It depends on the other responses to a question: for recorded pools only (`selfcal serve` has cocoa)."
 DEFAULT_FEATURES = (f"{LOGIT}{P_TRUE}", LOGPROB, MEAN_LOGPROB)
 
 
@@ -125,7 +126,7 @@ class Fusion:
         head = f"{self.name}: fitted to {self.target} on {self.fitted_on.num_responses} responses to"
         lines = [f"{head} {self.fitted_on.num_questions} questions ({self.fitted_on.num_left_out} left out)"]
         if self.needs_pool:
-            lines.append("It depends on the other responses to a question: for recorded pools only.")
+            lines.append(POOL_NOTE)
         lines.append(f"{'feature':<26}{'weight':>9}{'per unit':>11}{'mean':>10}{'std':>10}")
         for name, weight, mean, std in zip(self.features, self.weights, self.means, self.stds, strict=True):
             lines.append(f"{name:<26}{weight:>+9.3f}{weight / std:>+11.4f}{mean:>10.3f}{std:>10.3f}")

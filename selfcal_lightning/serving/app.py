@@ -40,7 +40,7 @@ from selfcal_lightning.serving.bodies import ChatBody, Refused, read_body, refus
 from selfcal_lightning.serving.decisions import Decision
 from selfcal_lightning.serving.desk import Desk, Job, Outcome, Reader
 from selfcal_lightning.serving.feedback import Feedback, Metrics
-from selfcal_lightning.serving.replies import Calibration, Reply, chunk_head, delta, make_reply
+from selfcal_lightning.serving.replies import STATED, Calibration, Reply, chunk_head, delta, make_reply
 from selfcal_lightning.serving.settings import ServiceSettings
 
 OPEN_ROUTES = ("/health", "/ready")
@@ -260,7 +260,8 @@ class Service:
         (sample,) = await self.in_time(request, self.desk.do(lambda: self.score(messages, [body.response])))
         answer = self.reader(body.task).extract(body.response)
         name, stated = f"conf-{uuid.uuid4().hex}", confidence_of(sample, self.confidence or "")
-        value, source = (None if stated is None else self.calibration.of_answer(stated)) or (stated, self.confidence)
+        known = {} if stated is None else {STATED: stated}
+        value, source = self.calibration.of_answer(known) or (stated, self.confidence)
         self.feedback.remember(name, messages[-1].content, replace(sample, answer=answer), stated=stated, told=value)
         described = self.calibration.describe(source)
         return JSONResponse({

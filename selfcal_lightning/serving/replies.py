@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from selfcal_lightning.confidence.agreement import TwoSampleHybrid, hybrid
+from selfcal_lightning.confidence.agreement import Cocoa, TwoSampleHybrid, hybrid
 from selfcal_lightning.confidence.base import P_TRUE, confidence_of
 from selfcal_lightning.confidence.fusion import FittedScorer, Fusion
 from selfcal_lightning.confidence.live import LiveScorer
@@ -19,6 +19,7 @@ from selfcal_lightning.serving.bodies import Options
 from selfcal_lightning.serving.desk import Job, Outcome
 
 STATED = "stated"  # what an answer's confidence is called in the pool of labels
+OF_ANSWER = {STATED, Cocoa.name}  # what is known of an answer, but of no response alone
 PIECE = 48  # characters in a chunk of an answer that is known already
 OF_STRATEGY = ("early", "budget")  # what was cut short is another procedure than the one a guarantee was fitted for
 ABSTAINED = "The answer is withheld: its confidence is too low."
@@ -35,14 +36,14 @@ class Calibration:
     @property
     def of_samples(self) -> tuple[FittedScorer | LiveScorer, ...]:
         """Scorers of single responses, which strategies may read."""
-        of_one = (scorer for scorer in self.scorers if STATED not in scorer.requires and not scorer.needs_pool)
+        of_one = (scorer for scorer in self.scorers if OF_ANSWER.isdisjoint(scorer.requires) and not scorer.needs_pool)
         return (*(() if self.probe is None else (self.probe,)), *of_one)
 
-    def of_answer(self, stated: float) -> tuple[float, str] | None:
-        """Return the scaled form of a stated confidence, fitted on feedback, and its name; None without one."""
+    def of_answer(self, values: Mapping[str, float]) -> tuple[float, str] | None:
+        """Return the confidence fitted on feedback about such values of answers, and its name; None without one."""
         for scorer in reversed(self.scorers):
-            if scorer.requires == (STATED,):
-                bare = Sample("", 0, 0, "", None, None, None, None, confidences={STATED: stated})
+            if not OF_ANSWER.isdisjoint(scorer.requires):
+                bare = Sample("", 0, 0, "", None, None, None, None, confidences=values)
                 if (value := scorer.score_sample(bare)) is not None:
                     return value, scorer.name
         return None
@@ -173,7 +174,11 @@ def make_reply(
     values = [None if read is None else confidence_of(sample, read) for sample in used]
     chosen = choose(job, outcome, used, values, read)
     best, stated, source = chosen.best, chosen.stated, chosen.source
-    if stated is not None and (scaled := calibration.of_answer(stated)) is not None:
+    agreed = Cocoa.score(used, [one.answer for one in used])[used.index(best)] if best in used else None
+    known = {name: value for name, value in ((STATED, stated), (Cocoa.name, agreed)) if value is not None}
+    if best is not None and agreed is not None:  # a label keeps it
+        best = replace(best, confidences={**best.confidences, Cocoa.name: agreed})
+    if (scaled := calibration.of_answer(known)) is not None:
         stated, source = scaled
     is_low = chosen.answer is None or (threshold is not None and (stated is None or stated < threshold))
     guarantee = None
@@ -200,6 +205,7 @@ def make_reply(
             "confidence": stated,
             "raw_confidence": chosen.stated,
             "source": source,
+            "cocoa": agreed,
             "calibrated": described is not None,
             "calibration": described,
             "answer": chosen.answer if shown else None,

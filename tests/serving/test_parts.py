@@ -34,7 +34,7 @@ from selfcal_lightning.serving.batch import run_requests
 from selfcal_lightning.serving.bodies import ChatBody, Refused, Turn, read_body, split_name
 from selfcal_lightning.serving.desk import Job, Outcome, Reader
 from selfcal_lightning.serving.feedback import Feedback, from_labels
-from selfcal_lightning.serving.replies import Reply
+from selfcal_lightning.serving.replies import Calibration, Reply
 from selfcal_lightning.serving.settings import Limits, ServiceSettings
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {"b": 1, "a": [2]}}\n</tool_call>'
@@ -313,6 +313,32 @@ def test_a_guarantee_is_given_only_for_what_it_was_fitted_on(fields: dict, optio
     assert unsure.selfcal["guarantee"] is None
     given = None if "on_low" in options else "4"
     assert (unsure.message["content"], unsure.selfcal["answer"]) == (given, given)
+
+
+def test_a_label_keeps_cocoa_which_a_scaler_turns_into_the_confidence() -> None:
+    """Mean log-probability -.5, times the half of the others that answer something else."""
+    server = service()
+    asked = {"model": "m", "messages": MESSAGES, "selfcal": {"strategy": "self_consistency", "max_samples": 3}}
+    body = read_body(ChatBody, asked)
+
+    async def ask() -> Reply:
+        job = server.make_job(body)
+        rows = enumerate(("4", "5", "4"))
+        samples = tuple(Sample(job.id, i, 0, text, (1, 2), "stop", text, None, logprob=-1.0) for i, text in rows)
+        return server.reply(
+            body, job, Outcome(Verdict(job.id, "4", 2 / 3, None, 3, stopped_early=False), samples, "budget")
+        )
+
+    found = [asyncio.run(ask()) for _ in range(4)]
+    assert [(one.selfcal["cocoa"], one.selfcal["source"]) for one in found] == [(-0.25, "vote_share")] * 4
+    (kept,) = server.feedback.answers[found[0].job.id]["responses"]
+    assert kept["confidence"]["cocoa"] == -0.25
+    scores = ConfidenceScores("calm", 0.5, 0.5, 0.0, 1, 4, 0)
+    fitted = True, FittedOn.from_questions(["a"], num_responses=4), scores, scores
+    scaler = Scaler("calm", "cocoa", PlattMap(4.0, 1.0, takes_logit=False), *fitted)
+    server.calibration = Calibration((scaler,))
+    scaled = asyncio.run(ask()).selfcal
+    assert (scaled["confidence"], scaled["source"], scaled["raw_confidence"]) == (0.5, "calm", 2 / 3)
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,9 @@
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
-# What is imported is compiled when it is imported first: of 29,000 files, a few thousand.
-PIP    := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt
+PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+# Where it is set, every one of the hundreds of processes of a test run compiles this package anew, 3 s each.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help setup setup-clients setup-docs setup-vllm setup-smollm setup-gemma demo demo-real test tests-in-workers tests-that-fork test-slow report report-capability report-rewards report-selection report-adapt report-real report-page lint docs model clean
 

@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
-# Where it is set, every one of the hundreds of processes of a test run compiles this package anew, 3 s each.
+# Where it is set, each of the hundreds of processes of a test run compiles this package anew, for up to 3 s.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help setup setup-clients setup-docs setup-vllm setup-smollm setup-gemma demo demo-real test tests-in-workers tests-that-fork test-slow report report-capability report-rewards report-selection report-adapt report-real report-page lint docs model clean

@@ -60,7 +60,7 @@ from selfcal_lightning.records import QuestionSamples, Request, SamplingSettings
 
 PROBE, LABELLED, BEFORE, TAUGHT, AWAKE = "probe", "labelled", "p_true_before", "taught", "p_true_awake"
 TARGETS = {PROBE: "agreeing_pairs", LABELLED: "label"}
-CALIBRATED_ON = 700  # training questions of the first P(True)
+CALIBRATED_ON = 700  # training questions of the adapter that P(True) after a response is read with
 # Rows that the shipped configuration of a taught P(True) goes through; more questions take fewer epochs.
 TAUGHT_ROWS = 7000
 

@@ -53,7 +53,7 @@ from shared.study import Options, Study
 from shared.tables import show, table, triple
 
 from selfcal_lightning.capability.probe import with_question_confidence
-from selfcal_lightning.confidence.base import MEAN_LOGPROB, P_TRUE, add_scores, confidence_of
+from selfcal_lightning.confidence.base import MEAN_LOGPROB, P_TRUE, confidence_of, scored_pool
 from selfcal_lightning.confidence.fusion import fit_fusion
 from selfcal_lightning.confidence.scaling import fit_scaler
 from selfcal_lightning.data.store.annotations import annotation_names, question_annotation_names, question_values
@@ -406,7 +406,7 @@ def _pool(jobs: Jobs, scored: Sequence[str], adapters: Sequence[str]) -> tuple[P
     ]  # fmt: skip
     if has_states:
         scorers += [fit_fusion(validation, [MEAN_LOGPROB, name], name=f"fused_{name}") for name in (QUERY, MEAN)]
-    return mapped(pool, lambda samples: [add_scores(one, scorers) for one in samples]), fused
+    return list(scored_pool(pool, scorers)), fused
 
 
 def with_probes(pool: Pool, probes: Mapping[str, Floats]) -> Pool:

@@ -178,7 +178,7 @@ class SelfCalibrationCLI(LightningCLI):
         parsing.add_plugins_option(parser)
 
     def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]
-        """Return the verb that runs alone: the parser of each takes a tenth of a second."""
+        """Return only the verb that runs, since building the parser of each takes a tenth of a second."""
         return {self._verb: super().subcommands()[self._verb]}
 
     def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:

@@ -68,7 +68,7 @@ def group_rows(rows: Sequence[StoredRow]) -> QuestionSamples:
     return QuestionSamples(first.question, tuple(row.sample for row in rows), first.split, first.prompt_ids)
 
 
-@lru_cache(maxsize=1 << 14)  # of one pool it is asked several times
+@lru_cache(maxsize=1 << 14)  # a verb asks several times about each question
 def question_digest(question: Question) -> str:
     """Return 16 hexadecimal digits that change with the question's task, messages or reference."""
     messages = [{"role": message.role, "content": message.content} for message in question.messages]

@@ -251,7 +251,7 @@ def test_scores_whose_wait_is_interrupted_are_forgotten(
         patch.setattr(engine, "_work", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             engine.next_token_probabilities([[5], [6]], [7])
-    assert engine.poll() == []  # it would wait for ever for what is still in the book
+    assert engine.poll() == []  # it waits for what is still in the book
     engine.close()
 
 

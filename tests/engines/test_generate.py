@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import random
 import signal
-import subprocess
-import sys
 import time
 from dataclasses import replace
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import pytest
 from support.fake_runs import contents, run
 from support.fakes import FakeChat, FakeEngine, FakeTask, fake_questions
 from support.kill_worker import NUM_SAMPLES, QUESTIONS, SAMPLING, SEED, sample_share
+from support.processes import start_forked, wait_for
 
 from selfcal_lightning.core.progress import Progress
 from selfcal_lightning.data.store.sample_store import SampleStore
@@ -97,18 +97,16 @@ def test_any_number_of_processes_gives_the_same_samples(
     assert SampleStore(tmp_path).manifest.duplicate_questions == 0
 
 
-def start(path: Path, *, step: int = 0, shard: tuple[int, int] = (0, 1)) -> subprocess.Popen[bytes]:
+def start(path: Path, *, step: int = 0, shard: tuple[int, int] = (0, 1)) -> BaseProcess:
     number, total = shard
-    arguments = [str(path), str(number), str(total), str(step)]
-    return subprocess.Popen([sys.executable, str(WORKER), *arguments])
+    return start_forked([str(WORKER), str(path), str(number), str(total), str(step)], path.with_suffix(".log"))
 
 
 @pytest.mark.slow
 def test_killed_before_any_write_step(tmp_path: Path, unbroken: dict[str, QuestionSamples]) -> None:
     """Every run dies one write step later: in shards, between shard and part manifest, in part manifests."""
     for step in [*range(1, 15), 0]:
-        process = start(tmp_path, step=step, shard=(0, 1))
-        assert process.wait() == (-signal.SIGKILL if step else 0)
+        assert wait_for([start(tmp_path, step=step)]) == (-signal.SIGKILL if step else 0)
         if (tmp_path / "rounds" / "round-000.json").exists():
             store = SampleStore(tmp_path)
             assert len(store.stored_questions(include_parts=True)) % 2 == 0, "whole shards only"
@@ -130,13 +128,13 @@ def test_killed_at_random_moments(tmp_path: Path, seed: int, unbroken: dict[str,
         target = stream.randint(1, 5)
         before = len(list(tmp_path.rglob("*.parquet")))
         while len(list(tmp_path.rglob("*.parquet"))) < before + target and time.monotonic() < deadline:
-            if all(process.poll() is not None for process in processes):
+            if not any(process.is_alive() for process in processes):
                 break
             time.sleep(0.005)
         time.sleep(stream.random() / 20)
         for process in processes:
             process.kill()
-            process.wait()
+            process.join()
     sample_share(tmp_path)
     assert contents(tmp_path) == unbroken
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from support.options import nested
+from support.processes import run_forked
 from support.recorded_pools import SAMPLING, sample_store
 from support.reward_models import stand_in
 from support.ssc_pools import Pool
@@ -139,8 +138,8 @@ def test_a_killed_run_ends_with_the_rollouts_of_an_undisturbed_one(
                "--engine.max_batch", "2"]  # fmt: skip
     done = [0]
     for step, more in ((30, []), (14, ["--shard", "1/2"])):
-        process = subprocess.run([sys.executable, str(KILLED), str(step), *command, *more], check=False)
-        assert process.returncode == -signal.SIGKILL
+        words = [str(KILLED), str(step), *command, *more]
+        assert run_forked(words, tmp_path / "said.log") == -signal.SIGKILL
         done.append(len(SampleStore(store).stored_questions(include_parts=True)))
         assert done[-2] < done[-1] < rolled[2].rolled_out, "in the middle of its work"
     for share in ("0/2", "1/2"):

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
+import shutil
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,6 +14,7 @@ import pytest
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from support.options import nested
+from support.processes import run_forked
 from support.training_runs import data_module, module_of, trainer_with
 
 from selfcal_lightning.callbacks.generation import SSCGeneration
@@ -82,9 +80,10 @@ def test_processes_wait_for_a_late_one_longer_than_a_collective_would(
 # ---- killed
 
 
-def _train(arguments: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
-    command = [sys.executable, str(Path(__file__).resolve().parents[1] / "support" / "rounds_worker.py"), *arguments]
-    return subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, **options)
+def _train(model: str, folder: Path, *arguments: str, ranks: int = 1) -> int:
+    """Run the worker script; with one rank and two devices, Lightning starts the second process."""
+    script = Path(__file__).resolve().parents[1] / "support" / "rounds_worker.py"
+    return run_forked([str(script), model, str(folder), *arguments], folder.with_suffix(".log"), ranks=ranks)
 
 
 def _hash(folder: Path) -> str:
@@ -94,9 +93,9 @@ def _hash(folder: Path) -> str:
 @pytest.mark.slow
 def test_a_run_killed_while_it_samples_a_round_ends_as_an_unbroken_one(tiny_model: str, tmp_path: Path) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    assert _train([tiny_model, str(whole)]).wait(timeout=300) == 0
+    assert _train(tiny_model, whole) == 0
     # After the second of the eight questions of round 1 was committed.
-    assert _train([tiny_model, str(killed), "--kill_after", "2"]).wait(timeout=300) == -signal.SIGKILL
+    assert _train(tiny_model, killed, "--kill_after", "2") == -signal.SIGKILL
     store = SampleStore(killed / "store")
     assert len(store.stored_questions(round=1, include_parts=True)) == 2
     kept = weights_sha256(str(adapter_folder(killed / "store", 1)))
@@ -105,8 +104,8 @@ def test_a_run_killed_while_it_samples_a_round_ends_as_an_unbroken_one(tiny_mode
     assert checkpoints.keys() == {"last-round.ckpt", "step=2.ckpt"}
     for place, name in {**checkpoints, "from_scratch": None}.items():
         again = tmp_path / place
-        subprocess.run(["cp", "-r", str(killed), str(again)], check=True)
-        assert _train([tiny_model, str(again), *(["--resume", name] if name else [])]).wait(timeout=300) == 0
+        shutil.copytree(killed, again, symlinks=True)
+        assert _train(tiny_model, again, *(["--resume", name] if name else [])) == 0
         assert _hash(again) == _hash(whole)
         assert weights_sha256(str(adapter_folder(again / "store", 1))) == kept
         texts = [
@@ -121,15 +120,15 @@ def test_a_run_killed_while_it_samples_a_round_ends_as_an_unbroken_one(tiny_mode
 def test_two_processes_of_which_one_is_killed_end_as_unbroken_ones(tiny_model: str, tmp_path: Path) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     two = ["--devices", "2"]
-    assert _train([tiny_model, str(whole), *two]).wait(timeout=300) == 0
+    assert _train(tiny_model, whole, *two, ranks=2) == 0
     # The first process does not wait for ever; it fails, or Lightning ends it.
-    assert _train([tiny_model, str(killed), *two, "--kill_after", "2"]).wait(timeout=300) != 0
+    assert _train(tiny_model, killed, *two, "--kill_after", "2") != 0
     assert not (killed / "result.json").exists()
     store = SampleStore(killed / "store")
     assert store.committed_questions(parts=["rank-1-of-2"], round=1) == 2
     assert 2 <= store.committed_questions(parts=["rank-0-of-2", "rank-1-of-2"], round=1) < 8
     kept = weights_sha256(str(adapter_folder(killed / "store", 1)))
-    assert _train([tiny_model, str(killed), *two, "--resume", "last"]).wait(timeout=300) == 0
+    assert _train(tiny_model, killed, *two, "--resume", "last", ranks=2) == 0
     assert _hash(killed) == _hash(whole)
     assert weights_sha256(str(adapter_folder(killed / "store", 1))) == kept
     groups = [list(SampleStore(run / "store").samples(round=1)) for run in (whole, killed)]

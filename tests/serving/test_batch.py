@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import random
-import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
+from support.processes import run_forked, start_forked
 from support.store_samples import write_lines
 
 from selfcal_lightning.commands.serve import run_batch
@@ -42,7 +40,7 @@ def read_answers(path: Path) -> dict[str, dict]:
 
 
 def command(source: Path, target: Path) -> list[str]:
-    own = [sys.executable, "-m", "selfcal_lightning", "batch", "--model", "bundled", "--task", "word_problems"]
+    own = ["-m", "selfcal_lightning", "batch", "--model", "bundled", "--task", "word_problems"]
     return [*own, "--input", str(source), "--output", str(target), "--engine.max_batch", "6"]
 
 
@@ -50,29 +48,30 @@ def command(source: Path, target: Path) -> list[str]:
 def test_a_batch_that_was_killed_gives_what_an_unbroken_one_gives(tmp_path: Path) -> None:
     source, whole, broken = tmp_path / "in.jsonl", tmp_path / "whole.jsonl", tmp_path / "broken.jsonl"
     write_requests(source, 24)
-    subprocess.run(command(source, whole), check=True, capture_output=True)
+    said = tmp_path / "said.log"
+    assert run_forked(command(source, whole), said) == 0
     expected = read_answers(whole)
     assert [expected[name]["response"]["status_code"] for name in ("q0", "q1", "q2")] == [200, 400, 400]
     assert "`n`" in expected["q1"]["response"]["body"]["error"]["message"]
     rng, kills = random.Random(3), 0
     while kills < 2:
-        process = subprocess.Popen(command(source, broken), stderr=subprocess.DEVNULL)
+        process = start_forked(command(source, broken), said)
         lines = len(broken.read_bytes().splitlines()) if broken.exists() else 0
-        while process.poll() is None and (not broken.exists() or len(broken.read_bytes().splitlines()) <= lines):
+        while process.is_alive() and (not broken.exists() or len(broken.read_bytes().splitlines()) <= lines):
             time.sleep(0.01)
         time.sleep(rng.uniform(0.0, 0.4))
-        if process.poll() is not None:
+        if not process.is_alive():
             break
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+        process.kill()
+        process.join()
         kills += 1
         with open(broken, "ab") as file:
             file.write(b'{"id": "batch_req_3')  # half a line, as a kill in the middle of a write leaves
     assert kills > 0
-    subprocess.run(command(source, broken), check=True, capture_output=True)
+    assert run_forked(command(source, broken), said) == 0
     assert read_answers(broken) == expected
-    again = subprocess.run(command(source, broken), check=True, capture_output=True, text=True)
-    assert "24 were there already" in again.stderr
+    assert run_forked(command(source, broken), tmp_path / "again.log") == 0
+    assert "24 were there already" in (tmp_path / "again.log").read_text()
     assert read_answers(broken) == expected
 
 

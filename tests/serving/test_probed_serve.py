@@ -72,12 +72,12 @@ def test_a_server_gives_the_confidences_of_a_probe(probe: ResponseProbe, tmp_pat
     assert server.post("/v1/systemone", decision).status == 501  # the states of one-token options do not differ
 
     replace(probe, map=IsotonicMap(STEPS, (0.25,) * 7)).save(file)
-    server.process.send_signal(signal.SIGHUP)
+    server.send_signal(signal.SIGHUP)
     end = time.monotonic() + 30
     while server.post("/v1/confidence", body).json["confidence"] != 0.25:
         assert time.monotonic() < end
     replace(probe, origin={"model": {"weights_sha256": "another"}}).save(file)
-    server.process.send_signal(signal.SIGHUP)  # is said, and what was there holds
+    server.send_signal(signal.SIGHUP)  # is said, and what was there holds
     while "another model, adapter or template" not in log.read_text():
         assert time.monotonic() < end
         time.sleep(0.05)

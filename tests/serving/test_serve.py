@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from support.activated_reference import write_adapter
 from support.other_models import change_json
-from support.processes import run_python
+from support.processes import run_python, wait_for
 from support.serving import QUESTION, Reply, Server
 
 from selfcal_lightning.commands.fit_confidence import run_fit_confidence
@@ -268,13 +268,13 @@ def test_labels_are_counted_and_fit_a_confidence_that_is_taken_without_a_restart
     assert server.metric("selfcal_feedback_labels") == 20
     assert 0.0 <= server.metric("selfcal_feedback_ece") <= 1.0
     run_fit_confidence(str(folder / "labels.jsonl"), output=str(folder / "scaled.json"), kind="platt")
-    server.process.send_signal(signal.SIGHUP)
+    server.send_signal(signal.SIGHUP)
     end = time.monotonic() + 30
     while (found := server.chat(QUESTION, selfcal={"max_samples": 1}).selfcal)["source"] == "p_true":
         assert time.monotonic() < end
     assert found["calibration"]["method"] == "platt"
     (folder / "broken.json").write_text("{")
-    server.process.send_signal(signal.SIGHUP)  # is said, and what was there holds
+    server.send_signal(signal.SIGHUP)  # is said, and what was there holds
     assert server.chat(QUESTION, selfcal={"max_samples": 1}).selfcal["source"] == found["source"]
     assert 5 <= found["calibration"]["questions"] <= 15  # the other half is held out
 
@@ -328,9 +328,9 @@ def test_without_the_right_key_nothing_is_told_and_no_key_is_logged(tmp_path: Pa
         thread.start()
     while server.metric("selfcal_queue") < 4.0:
         assert len(found) < 8, "the questions are answered before they are seen in work"
-    server.process.send_signal(signal.SIGTERM)
+    server.send_signal(signal.SIGTERM)
     assert (server.get("/ready").status, server.post("/v1/chat/completions", body).status) == (503, 503)
-    assert server.process.wait(60) == 0
+    assert wait_for([server.process], limit=60) == 0
     for thread in asking:
         thread.join()
     answered = [one.selfcal["samples_used"] for one in found if one.status == 200]

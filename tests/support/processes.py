@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import atexit
 import multiprocessing
 import os
+import runpy
 import socket
 import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from multiprocessing.process import BaseProcess
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +55,79 @@ def run_python(code: str, **options: Any) -> str:
     return run_command([sys.executable, "-c", code], **options)
 
 
+# What the server of forks imports once; it is started with the first process that is asked for.
+_SERVER = multiprocessing.get_context("forkserver")
+_SERVER.set_forkserver_preload(
+    [
+        "support.training_runs", "support.other_models", "selfcal_lightning.cli",
+        "selfcal_lightning.commands.lightning_cli", "selfcal_lightning.commands.generate",
+        "transformers.models.llama.modeling_llama",
+    ]
+)  # fmt: skip
+
+
+def start_forked(words: Sequence[str], output: Path, *, environment: Mapping[str, str] | None = None) -> BaseProcess:
+    """Start a script, or ``-m`` and a module, with its arguments, in a process that has the libraries imported.
+
+    It is no child's copy of the tests, but of a server that has done nothing but import. ``environment`` is added to
+    that of the tests; what the process prints is appended to ``output``.
+    """
+    process = _SERVER.Process(target=_run_script, args=(list(words), output, {**os.environ, **(environment or {})}))
+    process.start()
+    Finalize(process, process.kill, exitpriority=1)  # what a failed test leaves: pytest would wait for it
+    return process
+
+
+def run_forked(words: Sequence[str], output: Path, *, ranks: int = 1, limit: float = 300) -> int:
+    """Run a script as `start_forked` does, and return its exit status; below 0: ended by that signal.
+
+    Several ``ranks`` run in as many processes, in the environment that torchrun would give them.
+    """
+    port = free_port()
+    given = [_rank(rank, ranks, port) for rank in range(ranks)] if ranks > 1 else [{}]
+    return wait_for([start_forked(words, output, environment=one) for one in given], limit=limit)
+
+
+def wait_for(processes: Sequence[BaseProcess], *, limit: float = 300) -> int:
+    """Wait until processes have ended, and return 0 or the status of the first to fail.
+
+    As torchrun does, that one's failure is a SIGTERM to the others.
+    """
+    status, end = 0, time.monotonic() + limit
+    while any(process.is_alive() for process in processes):
+        if time.monotonic() > end:
+            for process in processes:
+                process.kill()
+            raise TimeoutError(f"{processes} did not end in {limit:g} seconds")
+        time.sleep(0.02)
+        if status == 0 and (status := _failed(processes)):
+            for process in processes:
+                process.terminate()
+    return status or _failed(processes)
+
+
+def _failed(processes: Sequence[BaseProcess]) -> int:
+    return next((process.exitcode for process in processes if process.exitcode), 0)
+
+
+def _run_script(words: list[str], output: Path, environment: Mapping[str, str]) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
+    written = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(written, 1)
+    os.dup2(written, 2)
+    try:
+        if words[0] == "-m":
+            sys.argv = words[1:]
+            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = words
+            runpy.run_path(words[0], run_name="__main__")
+    finally:
+        with suppress(AttributeError):  # what an ordinary process does at its end, and these would not
+            atexit._run_exitfuncs()
+
+
 def run_processes(work: Callable[..., Any], folder: Path, *arguments: Any, count: int = 2, limit: float = 300) -> list:
     """Return what ``work(*arguments)`` returns in each of ``count`` processes, by rank; fail when one of them does.
 
@@ -80,10 +158,16 @@ def run_processes(work: Callable[..., Any], folder: Path, *arguments: Any, count
     return [torch.load(folder / f"result-{rank}.pt", weights_only=True) for rank in range(count)]
 
 
+def _rank(rank: int, count: int, port: int) -> dict[str, str]:
+    """Return what torchrun puts into the environment of a process."""
+    return {
+        "TORCHELASTIC_RUN_ID": "tests", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank),
+        "LOCAL_RANK": str(rank), "GROUP_RANK": "0", "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count),
+    }  # fmt: skip
+
+
 def _work(work: Callable[..., Any], folder: Path, rank: int, count: int, port: int, arguments: tuple) -> None:
-    os.environ |= {"TORCHELASTIC_RUN_ID": "tests", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "GROUP_RANK": "0"}
-    os.environ |= {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
+    os.environ |= _rank(rank, count, port)
     try:
         torch.save(work(*arguments), folder / f"result-{rank}.pt")
     except BaseException:

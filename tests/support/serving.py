@@ -6,14 +6,12 @@ import http.client
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from support.processes import free_port
+from support.processes import free_port, start_forked, wait_for
 
 QUESTION = "Anna travels 27 miles an hour for 9 hours. She walks 43 miles more. How many miles is that?"
 
@@ -44,23 +42,20 @@ class Server:
     """A server on a free port, ready when it is made."""
 
     options: tuple[str, ...] = ()
-    log: Path | None = None
+    log: Path = field(kw_only=True)
     key: str | None = None
     environment: dict[str, str] = field(default_factory=dict)
     patience: float = 120.0  # seconds until it is ready
 
     def __post_init__(self) -> None:
         self.port = free_port()
-        environment = os.environ | {"OMP_NUM_THREADS": "1"} | self.environment
-        if self.key is not None:
-            environment["SELFCAL_API_KEY"] = self.key
+        environment = self.environment | ({} if self.key is None else {"SELFCAL_API_KEY": self.key})
         own = () if "--model" in self.options else ("--model", "bundled")
-        command = [sys.executable, "-m", "selfcal_lightning", "serve", *own, "--port", str(self.port), *self.options]
-        out = subprocess.DEVNULL if self.log is None else open(self.log, "wb")  # noqa: SIM115
-        self.process = subprocess.Popen(command, env=environment, stdout=out, stderr=out)
+        words = ["-m", "selfcal_lightning", "serve", *own, "--port", str(self.port), *self.options]
+        self.process = start_forked(words, self.log, environment=environment)
         until = time.monotonic() + self.patience
         while True:
-            assert self.process.poll() is None, self.log.read_text() if self.log else "the server did not start"
+            assert self.process.is_alive(), self.log.read_text()
             assert time.monotonic() < until
             try:
                 if self.get("/ready").status == 200:
@@ -103,7 +98,10 @@ class Server:
             assert time.monotonic() < end, f"{name} stays {self.metric(name)}"
             time.sleep(0.02)
 
+    def send_signal(self, number: int) -> None:
+        os.kill(self.process.pid, number)
+
     def end(self, number: int = signal.SIGTERM) -> int:
         """Send a signal and return the exit status."""
-        self.process.send_signal(number)
-        return self.process.wait(60)
+        self.send_signal(number)
+        return wait_for([self.process], limit=60)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.processes import run_forked
 
 from selfcal_lightning.data.store.sample_store import SampleStore
 
@@ -23,28 +23,28 @@ MICRO_BATCHES = 16
 
 @dataclass(frozen=True)
 class Runner:
-    """Starts the worker script; several processes come from torchrun."""
+    """Starts the worker script, in several processes where asked for; ``launcher``: torchrun itself starts them."""
 
     model: str
     store: Path  # samples that all runs share, but those that test sampling
     strategy: str = "auto"
     processes: int = 1
     activated: bool = False
+    launcher: bool = False
 
     def start(self, folder: Path, *options: str) -> tuple[int, str]:
-        """Run the worker on ``folder`` and return its status and all that it said."""
-        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(self.processes)]
-        arguments = [str(WORKER), self.model, str(folder), "--store", str(self.store), "--strategy", self.strategy]
-        arguments += ["--activated"] if self.activated else []
-        done = subprocess.run(
-            [sys.executable, *(launcher if self.processes > 1 else []), *arguments, *options],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=SECONDS,
-        )
-        return done.returncode, done.stdout
+        """Run the worker on ``folder`` and return its status and all that it said, in every start so far."""
+        words = [str(WORKER), self.model, str(folder), "--store", str(self.store), "--strategy", self.strategy]
+        words += [*(["--activated"] if self.activated else []), *options]
+        said = folder.with_name(f"{folder.name}.log")
+        if self.launcher:
+            torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(self.processes)]
+            with said.open("ab") as log:
+                command = [sys.executable, *torchrun, *words]
+                status = subprocess.run(command, stdout=log, stderr=log, timeout=SECONDS, check=False).returncode
+        else:
+            status = run_forked(words, said, ranks=self.processes, limit=SECONDS)
+        return status, said.read_text()
 
     def unbroken(self, folder: Path, *options: str) -> Path:
         status, said = self.start(folder, *options)
@@ -174,6 +174,7 @@ def test_after_sigkill_while_sampling(pair: Pair, tmp_path: Path) -> None:
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
 def test_two_processes(pair: Pair, tmp_path: Path, strategy: str, options: tuple[str, ...]) -> None:
     two, whole_of_two = pair(strategy)
+    two = replace(two, launcher="--parent" in options)
     options = (*options, "--number", "5")
     status, said = two.start(tmp_path / "run", *options)
     assert status != 0, said

@@ -167,12 +167,16 @@ def run_step(arguments: Sequence[str]) -> int:
 
 @contextmanager
 def run_beside(arguments: Sequence[str], log: Path) -> Iterator[None]:
-    """Run a ``selfcal`` command beside the block, with its output in ``log``, and wait for both to end."""
+    """Run a ``selfcal`` command beside the block, with its output in ``log``, and wait for both to end.
+
+    What comes after the block does without it: its failure is told, and no error.
+    """
     log.parent.mkdir(parents=True, exist_ok=True)
     say(f"Meanwhile, with its output in {log}: {shlex.join(['selfcal', *arguments])}")
     with log.open("w") as file, _started(arguments, stdout=file, stderr=subprocess.STDOUT) as step:
         yield
-        step.wait()
+        if status := step.wait():
+            say(f"`selfcal {arguments[0]}` beside it ended with status {status}; {log} says why.")
 
 
 @contextmanager

@@ -243,11 +243,17 @@ def test_a_step_ends_when_its_lifeline_is_cut() -> None:
     step.stdout.close()
 
 
-def test_a_command_beside_another_writes_to_its_log_and_is_waited_for(tmp_path: Path) -> None:
+def test_a_command_beside_another_writes_to_its_log_and_is_waited_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     log = tmp_path / "logs" / "beside.log"
     with processes.run_beside(["--version"], log):
         pass
     assert log.read_text().startswith("selfcal")
+    assert "status" not in capsys.readouterr().err
+    with processes.run_beside(["serve", "--no-such-flag"], log):
+        pass
+    assert f"`selfcal serve` beside it ended with status 2; {log} says why." in capsys.readouterr().err
     with pytest.raises(RunError, match="of the block"), processes.run_beside(["serve", "--help"], log):
         raise RunError("of the block")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,23 @@ def test_layouts_share_what_they_begin_alike_with(
     for rows, others in zip(found, wanted, strict=True):
         for row, other in zip(rows, others, strict=True):
             assert row == pytest.approx(other, abs=1e-5)
+
+
+def test_equal_responses_are_read_once(settings: RewardSettings, samples: list[QuestionSamples]) -> None:
+    """Within a question, in its duplicate, and in the next call for the same responses."""
+    reader, entry = open_rewards(settings), samples[0]
+    twice = replace(entry, samples=[*entry.samples, *entry.samples])
+
+    def read(pool: list[QuestionSamples]) -> tuple[Any, int]:
+        with tokens_read() as seen:
+            return reader.read(pool), sum(seen)
+
+    read([samples[1]])  # with the check of a first call
+    alone, once = read([entry])
+    assert once > 0
+    assert read([entry]) == (alone, 0)
+    read([samples[1]])
+    assert read([twice, entry]) == ([alone[0] * 2, alone[0]], once)
 
 
 @pytest.mark.parametrize("why", ["configuration", "check"])

@@ -114,8 +114,8 @@ def run_answer(
     """Answer questions, each with as few samples as its confidence allows.
 
     A model that was calibrated (`selfcal fit`, `selfcal export`) knows when it is right: by default, sampling stops at
-    the first response whose P(True) is at least .7, and after 16 responses the vote weighted by P(True) decides. How
-    high P(True) gets differs from model to model: `selfcal fit-threshold` finds yours. Answers go to standard output,
+    the first response whose P(True) reaches the threshold that `fit` chose (else .7), and after 16 responses the vote
+    weighted by P(True) decides. `selfcal fit-threshold` finds a threshold for your goal. Answers go to standard output,
     in the order of the questions; everything else goes to standard error.
 
     Args:

@@ -54,7 +54,7 @@ class Calibration:
         return SampleStore(self.store_dir)
 
     def __repr__(self) -> str:
-        shown = {"ECE": "val/calibration/ECE", "AUROC": "val/calibration/AUROC"}
+        shown = {"ECE": "val/calibration/ECE", "AUROC": "val/discrimination/AUROC"}
         numbers = [f"{name} {self.metrics[key]:.3f}" for name, key in shown.items() if key in self.metrics]
         return f"Calibration({', '.join([self.model, f'adapter={self.adapter}', *numbers])})"
 
@@ -171,7 +171,8 @@ def answer(
         task: How prompts are written and answers are read, where a question names no task; None is that of the
             calibration, else word_problems for the bundled model and local_number for others.
         adapter: Folder of the adapter that ``calibrate`` wrote.
-        strategy: Name of the strategy; None is that of the threshold file, or early stopping at .7.
+        strategy: Name of the strategy; None is that of the threshold file, or early stopping at the threshold that
+            ``calibrate`` chose, else at .7.
         threshold: The strategy stops at this confidence, in [0, 1]; None is the strategy's default.
         max_samples: Draws at most this many responses to a question; None is the strategy's default.
         threshold_file: File of a threshold that ``fit_threshold`` wrote.

@@ -32,7 +32,8 @@ def test_calibrate_answer_and_evaluate(tmp_path: Path) -> None:
     assert (made.adapter / "selfcal_manifest.json").is_file()
     assert made.counts == {"train": 16, "validation": 2, "calibration": 2}
     assert len(made.store.question_ids()) == 18
-    assert "val/calibration/ECE" in made.metrics
+    assert {"val/calibration/ECE", "val/discrimination/AUROC"} <= made.metrics.keys()
+    assert f"ECE {made.metrics['val/calibration/ECE']:.3f}, AUROC " in repr(made)
     sampling = sc.SamplingSettings(max_new_tokens=60)
     asked = problems(2, "test_id")
     found = sc.answer("bundled", asked, adapter=made.adapter, max_samples=3, max_new_tokens=60, engine="transformers")

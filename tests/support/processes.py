@@ -91,16 +91,17 @@ def run_forked(words: Sequence[str], output: Path, *, ranks: int = 1, limit: flo
 def wait_for(processes: Sequence[BaseProcess], *, limit: float = 300) -> int:
     """Wait until processes have ended, and return 0 or the status of the first to fail.
 
-    As torchrun does, that one's failure is a SIGTERM to the others.
+    As torchrun does, that one's failure is a SIGTERM to the others, and SIGKILL half a minute later.
     """
     status, end = 0, time.monotonic() + limit
     while any(process.is_alive() for process in processes):
         if time.monotonic() > end:
             for process in processes:
                 process.kill()
-            raise TimeoutError(f"{processes} did not end in {limit:g} seconds")
+            assert status, f"{processes} did not end in {limit:g} seconds"
         time.sleep(0.02)
         if status == 0 and (status := _failed(processes)):
+            end = min(end, time.monotonic() + 30.0)
             for process in processes:
                 process.terminate()
     return status or _failed(processes)

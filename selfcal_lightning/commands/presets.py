@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -287,10 +288,12 @@ def as_arguments(prepared: PreparedCase) -> list[str]:
 
 
 def what_next(case: CommonCase) -> str:
-    adapter = case.folder / "adapter"
+    model, adapter, evaluation = (
+        shlex.quote(str(one)) for one in (case.model, case.folder / "adapter", case.folder / "evaluation")
+    )
     return (
         f"Written to {case.folder}: adapter, samples, logs. To use it:\n"
-        f"  selfcal answer --model {case.model} --adapter {adapter} --question TEXT\n"
-        f"  selfcal evaluate --before {case.model} --adapter {adapter} --output_dir {case.folder / 'evaluation'} "
+        f"  selfcal answer --model {model} --adapter {adapter} --question TEXT\n"
+        f"  selfcal evaluate --before {model} --adapter {adapter} --output_dir {evaluation} "
         f"--tests '[{{name: test, task: {case.default_task}, path: YOUR_TEST_FILE}}]'\n"
     )

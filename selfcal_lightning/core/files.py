@@ -140,7 +140,7 @@ def _temporary(path: Path, *, size: int | None = None) -> Iterator[tuple[Path, B
         with file:
             yield temporary, file
     except OSError as error:
-        if error.filename is not None:
+        if error.filename is not None or error.errno is None:  # our own error about what is read meanwhile has none
             raise
         raise OSError(error.errno, _refusal(error, path, size)) from error
     finally:

@@ -29,6 +29,7 @@ from selfcal_lightning.evaluation.metrics import (
     estimate_keys,
     has_confidence,
     no_reference,
+    own_metrics,
     result_keys,
     scored_responses,
     shared_probabilities,
@@ -47,7 +48,7 @@ from selfcal_lightning.evaluation.tables import (
 )
 from selfcal_lightning.inference.vectorised import NUM_RESHUFFLES, SEED, leaders_at, votes_of
 from selfcal_lightning.metrics.arrays import PASS_AT_1, Floats, Integers
-from selfcal_lightning.metrics.bootstrap import Estimate, bootstrap_interval, estimate_of, resample_weights
+from selfcal_lightning.metrics.bootstrap import Estimate, estimate_of, resample_weights
 from selfcal_lightning.metrics.calibration import ReliabilityBins, reliability_bins
 from selfcal_lightning.metrics.drawing import AFTER, BEFORE
 from selfcal_lightning.records import QuestionSamples
@@ -94,11 +95,8 @@ def own_confidence(pools: Sequence[RecordedPool]) -> str | None:
 
 
 def _metrics(test: str, side: str, pool: Pool, name: str, *, num_resamples: int) -> dict[str, Any]:
-    scored = scored_responses(pool, name=name)
-    columns = scored.confidence, scored.correct, scored.question_index
-    estimates = bootstrap_interval(*columns, metrics=list(SHORT_NAMES), num_resamples=num_resamples)
     flat: dict[str, Any] = {f"own.{test}.ece_debiased.{side}": debiased_error(pool, name)}
-    for metric, found in estimates.items():
+    for metric, found in own_metrics(pool, name, num_resamples=num_resamples).items():
         flat |= estimate_keys(f"own.{test}.{SHORT_NAMES[metric]}.{side}", found)
     return flat
 

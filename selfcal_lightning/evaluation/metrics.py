@@ -14,7 +14,14 @@ from selfcal_lightning.confidence.base import P_TRUE, confidence_of, how_to_get
 from selfcal_lightning.confidence.fusion import carried_confidences, is_probability
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.data.pools.recorded import RecordedPool
-from selfcal_lightning.metrics.bootstrap import Estimate, MetricChange, ScoredResponses, paired_bootstrap
+from selfcal_lightning.metrics.arrays import PASS_AT_1
+from selfcal_lightning.metrics.bootstrap import (
+    Estimate,
+    MetricChange,
+    ScoredResponses,
+    bootstrap_interval,
+    paired_bootstrap,
+)
 from selfcal_lightning.metrics.calibration import debiased_calibration_error
 from selfcal_lightning.records import QuestionSamples
 
@@ -27,6 +34,7 @@ SHORT_NAMES = {
     "accuracy/PassAt1": "pass_at_1",
     "discrimination/WithinQuestionAUROC": "within_question_auroc",
 }
+OF_CONFIDENCES = [metric for metric in SHORT_NAMES if metric != PASS_AT_1]
 
 
 @dataclass(frozen=True)
@@ -56,6 +64,26 @@ def scored_responses(pool: Sequence[QuestionSamples], *, name: str = P_TRUE) -> 
     return ScoredResponses(confidence[is_there], correct.astype(bool), questions)
 
 
+def judged_responses(pool: Sequence[QuestionSamples]) -> ScoredResponses:
+    """Return the verdict of every response, also of those without a confidence, for accuracies."""
+    verdicts, ids = [], []
+    for entry in pool:
+        verdicts += [sample.correct for sample in entry.samples]
+        ids += [entry.question.id] * len(entry.samples)
+        if None in verdicts[len(verdicts) - len(entry.samples) :]:
+            raise no_reference(entry.question.id)
+    return ScoredResponses(np.zeros(len(ids)), np.asarray(verdicts, dtype=bool), np.asarray(ids))
+
+
+def own_metrics(pool: Sequence[QuestionSamples], name: str, *, num_resamples: int) -> dict[str, Estimate]:
+    """Return each metric of responses that have a confidence, and pass@1 of all."""
+    found: dict[str, Estimate] = {}
+    for part, metrics in ((scored_responses(pool, name=name), OF_CONFIDENCES), (judged_responses(pool), [PASS_AT_1])):
+        columns = part.confidence, part.correct, part.question_index
+        found |= bootstrap_interval(*columns, metrics=metrics, num_resamples=num_resamples)
+    return {metric: found[metric] for metric in SHORT_NAMES}
+
+
 def no_reference(question_id: str) -> InputError:
     return InputError(f"Expected every test question to have a reference answer, but {question_id!r} has none.")
 
@@ -83,13 +111,19 @@ def compare_pools(
     num_resamples: int = 1000,
     seed: int = 0,
 ) -> dict[str, MetricChange]:
-    """Return each metric before and after with paired intervals, on questions with a confidence on both sides."""
+    """Return each metric before and after with paired intervals, on questions with a confidence on both sides.
+
+    pass@1 is that of all responses, whether they have a confidence or not.
+    """
     first, second = ({entry.question.id for entry in pool if has_confidence(entry, name)} for pool in (before, after))
     kept = first & second
     sides = [
         scored_responses([entry for entry in pool if entry.question.id in kept], name=name) for pool in (before, after)
     ]
-    return paired_bootstrap(*sides, metrics=list(SHORT_NAMES), num_resamples=num_resamples, seed=seed)
+    found = paired_bootstrap(*sides, metrics=OF_CONFIDENCES, num_resamples=num_resamples, seed=seed)
+    judged = [judged_responses(pool) for pool in (before, after)]
+    found |= paired_bootstrap(*judged, metrics=[PASS_AT_1], num_resamples=num_resamples, seed=seed)
+    return {metric: found[metric] for metric in SHORT_NAMES}
 
 
 def estimate_keys(key: str, estimate: Estimate) -> dict[str, float | int | str | None]:
@@ -146,7 +180,9 @@ def _sentence(results: Mapping[str, Any], own: str, test: str, side: str) -> str
     if f"{own}.ece.change" not in results:
         named = {"ece": "ECE", "auroc": "AUROC", "pass_at_1": "pass@1"}
         shown = [f"{name} {_number(results.get(f'{own}.{key}.{side}'))}" for key, name in named.items()]
-        return f"{test}, {side}: {', '.join(shown)}{caution(results.get(f'{own}.num_questions.{side}'))}."
+        lacking, responses = (results.get(f"{own}.{key}.{side}") for key in ("without_confidence", "num_responses"))
+        left_out = f"; {lacking} of {responses} responses have no confidence" if lacking else ""
+        return f"{test}, {side}: {', '.join(shown)}{left_out}{caution(results.get(f'{own}.num_questions.{side}'))}."
     votes = rf"{re.escape(own)}\.weighted_votes_(\d+)\.change"
     most = max((int(match[1]) for key in results if (match := re.fullmatch(votes, key))), default=0)
     within = "within_question_auroc"

@@ -72,5 +72,5 @@ def unknown_strategy(option: str, name: str, known: Iterable[str]) -> InputError
 
 def setting_names(name: str) -> tuple[str, ...]:
     if name not in STRATEGIES:
-        raise unknown_strategy("strategy", name, STRATEGIES)
+        raise unknown_strategy("strategy", name, [*(one for one in STRATEGIES if one not in ORACLES), *SEARCHES])
     return tuple(field.name for field in fields(STRATEGIES[name]))

@@ -431,7 +431,7 @@ def choose_threshold(
     if best is None:
         uses, least = ("uses", outcome.mean_samples.min()) if goal == "budget" else ("reaches", outcome.accuracy.max())
         raise InputError(
-            f"No value of the grid meets `{goal}` {value:g}; the closest {uses} {least:.4f}. Widen the grid."
+            f"No value of the grid meets `{goal}` {value:g}; the closest {uses} {least:.4f}. Ask for that."
         )
     threshold, parameter = float(outcome.grid[best]), strategy.grid_parameter
     accuracy, samples = float(outcome.accuracy[best]), float(outcome.mean_samples[best])

@@ -196,9 +196,8 @@ class Service:
             job, outcome, body.selfcal, model=body.model, calibration=self.calibration,
             confidence=self.confidence, threshold=threshold,
         )  # fmt: skip
-        question, raw = job.messages[-1].content, reply.selfcal["raw_confidence"]
         told = reply.selfcal["confidence"]
-        self.feedback.remember(job.id, question, reply.best or outcome.samples[0], stated=raw, told=told)
+        self.feedback.remember(job.id, job.messages[-1].content, reply.best or outcome.samples[0], told=told)
         self.metrics.count(outcome, told)
         return reply
 
@@ -260,9 +259,10 @@ class Service:
         (sample,) = await self.in_time(request, self.desk.do(lambda: self.score(messages, [body.response])))
         answer = self.reader(body.task).extract(body.response)
         name, stated = f"conf-{uuid.uuid4().hex}", confidence_of(sample, self.confidence or "")
-        known = {} if stated is None else {STATED: stated}
-        value, source = self.calibration.of_answer(known) or (stated, self.confidence)
-        self.feedback.remember(name, messages[-1].content, replace(sample, answer=answer), stated=stated, told=value)
+        known = {} if stated is None or answer is None else {STATED: stated}
+        value, source = self.calibration.of_answer(known) or (known.get(STATED), self.confidence)
+        read = replace(sample, answer=answer, confidences={**sample.confidences, **known})
+        self.feedback.remember(name, messages[-1].content, read, told=value)
         described = self.calibration.describe(source)
         return JSONResponse({
             "id": name, "object": "confidence", "model": body.model, "confidence": value, "source": source,

@@ -79,11 +79,12 @@ class Reader:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A verdict, the samples that the strategy saw, and why it ended."""
+    """A verdict, the samples that the strategy saw, why it ended, and the tokens of the samples' queries."""
 
     verdict: Verdict
     samples: tuple[Sample, ...]
     stop_reason: str
+    queries: int = 0
 
     @property
     def failed(self) -> int:
@@ -326,11 +327,12 @@ class Desk:
         job = self.jobs[verdict.question_id]
         if job.error is not None:
             return self._end(job, Refused(400, str(job.error)))
-        kept = total_tokens(samples, self.source.query_tokens)
+        kept, queries = total_tokens(samples, self.source.query_tokens), 0
         if verdict.tokens_generated is not None and kept is not None:
             self.cancelled_tokens += verdict.tokens_generated - kept
+            queries = kept - (total_tokens(samples, 0) or 0)
         reason = job.ended_by or ("early" if verdict.stopped_early else "budget")
-        return self._end(job, Outcome(verdict, tuple(samples), reason))
+        return self._end(job, Outcome(verdict, tuple(samples), reason, queries))
 
     def _look_around(self) -> None:
         """Pass tokens on, and end what has spent its time or its tokens."""

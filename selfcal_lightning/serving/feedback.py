@@ -16,7 +16,6 @@ from selfcal_lightning.metrics.calibration import brier_score, expected_calibrat
 from selfcal_lightning.records import Sample
 from selfcal_lightning.serving.bodies import Refused
 from selfcal_lightning.serving.desk import Desk, Outcome
-from selfcal_lightning.serving.replies import STATED
 
 LABELS, TOLD = "labels.jsonl", "told"
 REMEMBERED = 10_000  # answers that feedback may still come for
@@ -35,10 +34,9 @@ class Feedback:
                 (response,) = line["responses"]
                 self.labelled[line["id"]] = response["confidence"].get(TOLD), response["correct"]
 
-    def remember(self, name: str, question: str, sample: Sample, *, stated: float | None, told: float | None) -> None:
-        """Keep an answer for the label that may come; ``stated`` may be scaled, ``told`` is what the client got."""
-        given = {"yes_mass": sample.yes_mass, "no_mass": sample.no_mass, "logprob": sample.logprob}
-        given |= {STATED: stated, TOLD: told}
+    def remember(self, name: str, question: str, sample: Sample, *, told: float | None) -> None:
+        """Keep an answer, with what is known of it, for the label that may come; ``told`` is what the client got."""
+        given = {"yes_mass": sample.yes_mass, "no_mass": sample.no_mass, "logprob": sample.logprob, TOLD: told}
         confidence = {**sample.confidences, **{key: value for key, value in given.items() if value is not None}}
         response = {"text": sample.text, "answer": sample.answer, "confidence": confidence, "tokens": sample.num_tokens}
         self.answers[name] = {"id": name, "task": "local_text", "split": "calibration", "question": question}

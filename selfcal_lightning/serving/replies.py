@@ -19,7 +19,8 @@ from selfcal_lightning.serving.bodies import Options
 from selfcal_lightning.serving.desk import Job, Outcome
 
 STATED = "stated"  # what an answer's confidence is called in the pool of labels
-OF_ANSWER = {STATED, Cocoa.name}  # what is known of an answer, but of no response alone
+VOTE_SHARE = "vote_share"  # of counted votes, which another scale fits than other confidences
+OF_ANSWER = {STATED, VOTE_SHARE, Cocoa.name}  # what is known of an answer, but of no response alone
 PIECE = 48  # characters in a chunk of an answer that is known already
 OF_STRATEGY = ("early", "budget")  # what was cut short is another procedure than the one a guarantee was fitted for
 ABSTAINED = "The answer is withheld: its confidence is too low."
@@ -146,7 +147,7 @@ def choose(job: Job, outcome: Outcome, used: list[Sample], values: list[float | 
         found = Choice(best, best.answer, sure, read, by="confidence")
     else:
         given = best_response(verdict, outcome.samples, read) or next(iter(used), None)
-        found = Choice(given, verdict.answer, verdict.confidence, own or "vote_share")
+        found = Choice(given, verdict.answer, verdict.confidence, own or VOTE_SHARE)
         if len(used) == 1 or found.stated is None:  # one vote always agrees with itself
             stated = None if given is None or verdict.answer is None else values[used.index(given)]
             found = replace(found, stated=stated, source=read)
@@ -175,9 +176,10 @@ def make_reply(
     chosen = choose(job, outcome, used, values, read)
     best, stated, source = chosen.best, chosen.stated, chosen.source
     agreed = Cocoa.score(used, [one.answer for one in used])[used.index(best)] if best in used else None
-    known = {name: value for name, value in ((STATED, stated), (Cocoa.name, agreed)) if value is not None}
-    if best is not None and agreed is not None:  # a label keeps it
-        best = replace(best, confidences={**best.confidences, Cocoa.name: agreed})
+    own = VOTE_SHARE if source == VOTE_SHARE else STATED
+    known = {name: value for name, value in ((own, stated), (Cocoa.name, agreed)) if value is not None}
+    if best is not None:  # a label keeps them
+        best = replace(best, confidences={**best.confidences, **known})
     if (scaled := calibration.of_answer(known)) is not None:
         stated, source = scaled
     is_low = chosen.answer is None or (threshold is not None and (stated is None or stated < threshold))
@@ -223,14 +225,16 @@ def make_reply(
 
 
 def _usage(job: Job, outcome: Outcome) -> dict[str, int] | None:
-    """Return what was drawn; None where a closed server does not say. What it dropped, nobody knows."""
+    """Return what was read, queries included, and drawn; None where a closed server does not say.
+
+    What such a server dropped, nobody knows.
+    """
     drawn = outcome.verdict.tokens_generated
-    drawn = total_tokens(outcome.samples, 0) if drawn is None else drawn
+    drawn = total_tokens(outcome.samples, 0) if drawn is None else drawn - outcome.queries
     if drawn is None:
         return None
-    return {
-        "prompt_tokens": job.prompt_tokens, "completion_tokens": drawn, "total_tokens": job.prompt_tokens + drawn
-    }  # fmt: skip
+    read = job.prompt_tokens + outcome.queries
+    return {"prompt_tokens": read, "completion_tokens": drawn, "total_tokens": read + drawn}
 
 
 def _written(job: Job, calls: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -67,7 +67,7 @@ def test_other_splits_keep_their_number(tmp_path: Path) -> None:
     run(tmp_path, test, num_samples=6, split="test", extend=True)
     found = {group.split: len(group.samples) for group in contents(tmp_path).values()}
     assert found == {"train": 2, "test": 6}
-    with pytest.raises(InputError, match=r"`num_samples` to be at most 2.* Set `extend` to draw the others"):
+    with pytest.raises(InputError, match=r"to be at most 2.* Set `extend` of `selfcal generate` to draw the others"):
         run(tmp_path, QUESTIONS[:4], num_samples=6)
     with pytest.raises(InputError, match="to be 6, since 1 questions are missing"):
         run(tmp_path, fake_questions(5, prefix="t"), num_samples=2, split="test")

@@ -340,7 +340,7 @@ def test_importing_again_takes_nothing_twice_and_another_log_is_refused(tmp_path
     path = tmp_path / "samples_a.jsonl"
     imported(path, lm_eval_row(1, "The answer is 2."))
     assert imported(path)[0].reused == 1
-    with pytest.raises(InputError, match="source_sha256"):
+    with pytest.raises(InputError, match="or of this one before it changed"):
         imported(path, lm_eval_row(1, "The answer is 3."))
 
 

@@ -114,6 +114,8 @@ def test_an_export_of_nothing_is_an_error_and_leaves_no_file(tmp_path: Path) -> 
     import_pool(write_lines(tmp_path / "pool.jsonl", *pool()), tmp_path / "store", split="train", tasks=FakeTask)
     with pytest.raises(ValueError, match="of split 'tset', round 0 and task None, but got none"):
         export_pool(tmp_path / "store", tmp_path / "out.jsonl", split="tset")
+    with pytest.raises(FileNotFoundError, match=r"sample store in .*other"):  # no word of the disk of what is written
+        export_pool(tmp_path / "other", tmp_path / "out.jsonl")
     assert {path.name for path in tmp_path.iterdir()} == {"pool.jsonl", "store"}
 
 
@@ -179,7 +181,7 @@ def test_another_file_is_not_mixed_in(tmp_path: Path) -> None:
     first = write_lines(tmp_path / "one.jsonl", *pool()[:1])
     second = write_lines(tmp_path / "two.jsonl", *pool()[1:])
     import_pool(first, tmp_path / "store", split="train", tasks=FakeTask)
-    with pytest.raises(ValueError, match=r"prompt.source_sha256: .* asked for.*another `store_dir`"):
+    with pytest.raises(ValueError, match=r"those of another file, or of this one.*another `store_dir`"):
         import_pool(second, tmp_path / "store", split="train", tasks=FakeTask)
     first.rename(tmp_path / "moved.jsonl")
     assert import_pool(tmp_path / "moved.jsonl", tmp_path / "store", split="train", tasks=FakeTask).reused == 1

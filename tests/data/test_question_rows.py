@@ -164,6 +164,8 @@ def test_a_csv_file_has_named_columns(tmp_path: Path) -> None:
         ("q.jsonl", json.dumps({"problem": "?", "gold": 8, "options": list("0123456789")}), NAMED,
          r"q\.jsonl:1: Expected 2 to 8 different `choices`"),
         ("q.csv", "question,answer\n2+2?,4,5\n", None, r"q\.csv"),
+        ("q.csv", "problem,gold\n2+2?,4\n", None, r"the columns are problem, gold\. `--columns.question NAME`"),
+        ("q.csv", 'question,answer\n"2\n+2?",4\n,5\n', None, r"q\.csv, row 2: Expected `question` to hold text"),
     ],
 )  # fmt: skip
 def test_a_file_that_cannot_be_read_is_named(

@@ -18,7 +18,7 @@ from selfcal_lightning.confidence.splits import halve_pool
 from selfcal_lightning.data.pools.recorded import load_pool, load_recorded_pool
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.evaluation.inputs import Inputs, TestSet, split_off_calibration
-from selfcal_lightning.evaluation.metrics import compare_pools, result_keys
+from selfcal_lightning.evaluation.metrics import compare_pools, result_keys, verdict
 from selfcal_lightning.evaluation.strategies import TrainingCost
 from selfcal_lightning.inference.sources import replay
 from selfcal_lightning.inference.thresholds import FittedThreshold, fit_risk_threshold
@@ -207,6 +207,9 @@ def test_a_pool_is_summarised_by_the_confidence_that_it_has(sides: list[str], tm
         assert results[f"own.test.mean_confidence.{part}"] == pytest.approx(sum(values) / len(values))
         assert results[f"own.test.ece.{part}"] == pytest.approx(row["ece"])
         assert results[f"own.test.auroc.{part}"] == pytest.approx(row["auroc"])
+        right = [s.correct for e in load_pool(pools[side]) for s in e.samples]
+        assert results[f"own.test.pass_at_1.{part}"] == pytest.approx(sum(right) / len(right)), "of all responses"
+    assert ("6 of 24 responses have no confidence" in verdict(results)[0]) == (len(sides) == 1)
 
 
 def test_paper_protocol_writes_the_published_tables(tmp_path: Path) -> None:

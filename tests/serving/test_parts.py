@@ -6,6 +6,7 @@ import asyncio
 import importlib.util
 import math
 import socket
+from dataclasses import replace
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import SimpleNamespace
@@ -150,7 +151,7 @@ def test_a_batch_whose_engine_died_writes_no_answer_for_it(tmp_path: Path) -> No
 def test_a_torn_label_is_cut_off_and_the_metrics_read_what_clients_were_told(tmp_path: Path) -> None:
     feedback = Feedback(tmp_path)
     for name, told in (("a", 0.9), ("b", 0.3)):
-        feedback.remember(name, "?", Sample(name, 0, 0, "4", (1,), "stop", "4", None), stated=0.5, told=told)
+        feedback.remember(name, "?", Sample(name, 0, 0, "4", (1,), "stop", "4", None), told=told)
         feedback.label(name, correct=name == "a")
     assert from_labels(feedback, "brier") == pytest.approx((0.1**2 + 0.3**2) / 2)
     with pytest.raises(RunError, match="Another process"):
@@ -339,6 +340,10 @@ def test_a_label_keeps_cocoa_which_a_scaler_turns_into_the_confidence() -> None:
     server.calibration = Calibration((scaler,))
     scaled = asyncio.run(ask()).selfcal
     assert (scaled["confidence"], scaled["source"], scaled["raw_confidence"]) == (0.5, "calm", 2 / 3)
+    assert kept["confidence"]["vote_share"] == 2 / 3
+    for source, applied in (("vote_share", True), ("stated", False)):  # fitted on the confidence of one response
+        server.calibration = Calibration((replace(scaler, source=source),))
+        assert (asyncio.run(ask()).selfcal["source"] == "calm") == applied
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,9 @@ def test_samples_answer_and_costs_are_those_of_the_library(server: Server) -> No
     assert [one["text"] for one in found] == [sample.text for sample in samples]
     assert [one["answer"] for one in found] == [sample.answer for sample in samples]
     assert [one["confidence"] for one in found] == pytest.approx([sample.p_true for sample in samples], abs=1e-5)
-    assert reply.json["usage"]["completion_tokens"] == verdict.tokens_generated
+    usage, drawn = reply.json["usage"], sum(sample.num_tokens or 0 for sample in samples)
+    assert usage["completion_tokens"] == drawn
+    assert usage["total_tokens"] == len(chat.prompt_ids((Message("user", QUESTION),))) + verdict.tokens_generated
     votes = Counter(sample.answer for sample in samples if sample.answer is not None)
     ((answer, most),) = votes.most_common(1)
     assert (reply.selfcal["answer"], reply.selfcal["confidence"]) == (answer, pytest.approx(most / votes.total()))
@@ -225,6 +227,8 @@ def test_confidence_and_decisions_come_of_the_same_query(server: Server) -> None
         reply = server.post("/v1/confidence", body).json
         assert reply["confidence"] == pytest.approx(sample["confidence"], abs=1e-5)
         assert reply["answer"] == sample["answer"]
+    reply = server.post("/v1/confidence", {**body, "response": "I do not know."}).json  # as in a chat
+    assert (reply["answer"], reply["confidence"]) == (None, None)
     questions = {
         "n": {"type": "noul", "instructions": "Is it 286?", "criteria": {"true": "it is", "false": "it is not"}},
         "c": {"type": "choice", "criteria": {"low": "at most 100", "high": None}},

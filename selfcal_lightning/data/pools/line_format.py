@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.core.files import as_json_line, line_error, read_json_lines
-from selfcal_lightning.data.store.manifest import StoreFingerprint
+from selfcal_lightning.data.store.manifest import StoreFingerprint, read_round, round_file
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.data.store.shards import StoredRow
 from selfcal_lightning.data.tasks.base import Task
@@ -49,6 +49,13 @@ def open_imported(
     if digest is None:
         with open(source, "rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
+    first = round_file(Path(store_dir), 0)
+    known = read_round(first).fingerprint.prompt.further.get("source_sha256") if first.exists() else None
+    if known not in (None, digest):
+        raise InputError(
+            f"Expected {store_dir} to hold responses of {source}, but got those of another file, or of this one before "
+            "it changed. Use another `store_dir`, or delete the folder."
+        )
     prompt = PromptIdentity.from_json({"source_sha256": digest, **settings})
     fingerprint = StoreFingerprint(ModelIdentity(IMPORTED), prompt, sampling=None, seed=0)
     engine = {"engine": "imported", "source": str(source)}

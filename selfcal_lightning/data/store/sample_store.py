@@ -142,7 +142,8 @@ class SampleStore:
         if stored.num_samples is not None and num_samples is not None and num_samples > (known or 0):
             raise InputError(
                 f"Expected `num_samples` to be at most {known}, the number of samples a question in {path}, but got "
-                f"{num_samples}. Set `extend` to draw the others, use another `store_dir`, or ask for fewer."
+                f"{num_samples}. Set `extend` of `selfcal generate` to draw the others, use another `store_dir`, or "
+                "ask for fewer."
             )
         store._engine = dict(engine)
         return store

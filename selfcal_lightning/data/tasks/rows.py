@@ -234,7 +234,8 @@ def read_question_file(
     if is_hub_name(name) or columns not in (None, Columns()) or name.endswith(CSV_ENDING):
         rows = enumerate(read_table(path, option=option), start=1)
         columns = columns or Columns()
-        return _parse(((number, _our_names(row, columns, f"{path}:{number}")) for number, row in rows), name + ":")
+        before = f"{name}, row " if name.endswith(CSV_ENDING) else f"{name}:"  # cells may have several lines
+        return _parse(((number, _our_names(row, columns, f"{before}{number}")) for number, row in rows), before)
     file = check_question_file(path, option=option)
     if file.suffix in JSON_ENDINGS:
         numbered: Iterable[tuple[int, Mapping[str, Any]]] = read_json_lines(file)
@@ -292,9 +293,11 @@ def _csv_rows(file: Path) -> Iterator[dict[str, Any]]:
 def _our_names(row: Mapping[str, Any], columns: Columns, origin: str) -> dict[str, Any]:
     """Return the fields of a row under our names, read as public data sets write them."""
     named = {field: given for field in FIELDS if (given := getattr(columns, field, None)) is not None}
-    if missing := [column for column in named.values() if column not in row]:
+    wanted = {"question": "question", **named}
+    if missing := [column for column in wanted.values() if column not in row]:
         present = ", ".join(map(str, row)) or "none"
-        raise InputError(f"{origin}: Expected the column {', '.join(missing)}, but the columns are {present}.")
+        way_out = " `--columns.question NAME` names another." if missing == ["question"] else ""
+        raise InputError(f"{origin}: Expected the column {', '.join(missing)}, but the columns are {present}.{way_out}")
     found = {field: row[named.get(field, field)] for field in FIELDS if named.get(field, field) in row}
     answer, choices = found.get("answer", row.get(SYNONYM)), found.get("choices")
     if isinstance(choices, str) and choices.startswith("["):
@@ -307,7 +310,7 @@ def _our_names(row: Mapping[str, Any], columns: Columns, origin: str) -> dict[st
     if isinstance(answer, str) and "####" in answer:  # GSM8K: after the solution
         answer = answer.rpartition("####")[2].strip()
     found |= {"answer": answer} | ({} if choices is None else {"choices": choices})
-    return {name: value for name, value in found.items() if value not in (None, "")}
+    return {name: value for name, value in found.items() if value not in (None, "") or name == "question"}
 
 
 def parse_questions(rows: Iterable[Mapping[str, Any]]) -> list[QuestionRow]:
@@ -376,7 +379,7 @@ def check_spelling(row: Mapping[str, Any], origin: str) -> None:
 
 def _parse(numbered: Iterable[tuple[int, Mapping[str, Any]]], before: str, after: str = "") -> list[QuestionRow]:
     """Parse numbered rows; ``before`` and ``after`` surround the number in messages, as in "questions[3]"."""
-    origin = before[:-1]
+    origin = before.removesuffix(", row ").rstrip(":[")
     rows, others = [], dict[str, None]()
     for number, row in numbered:
         rows.append(_parse_question(row, origin=f"{before}{number}{after}", number=number))

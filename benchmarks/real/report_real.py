@@ -660,6 +660,7 @@ TITLES = {
     f"{WIKIDATA}/{CONFIRMATION}": "Facts from Wikidata, new questions",
     ARITHMETIC: "Arithmetic in words",
     f"{GEMMA}/{FACTS}": "Facts about countries, Gemma 3 270M",
+    f"{GEMMA}/{WIKIDATA}": "Facts from Wikidata, Gemma 3 270M",
 }
 
 

@@ -64,7 +64,7 @@ tests-that-fork: $(VENV)/.ready
 	printf '\nTests that fork:\n%s\n' "$$said"; exit $$status
 
 test-slow: $(VENV)/.ready  ## the slow tests: killed runs, wheels, many processes
-	$(BIN)/python -m pytest --quiet -n 2 --dist loadfile -m "slow and not forks" tests
+	$(BIN)/python -m pytest --quiet -n 2 --dist loadfile --no-loadscope-reorder -m "slow and not forks" tests
 	$(BIN)/python -m pytest --quiet -m "slow and forks" tests
 
 report: $(VENV)/.ready  ## results on the bundled model: 1,000 + 500 questions x 16, three seeds (hours)

@@ -88,6 +88,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     yield made
     assert made.end() == 0
     upstream.shutdown()
+    upstream.server_close()
 
 
 def ask(server: Server, text: str, **selfcal: Any) -> Any:

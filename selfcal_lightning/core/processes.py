@@ -169,7 +169,7 @@ def run_step(arguments: Sequence[str]) -> int:
 def run_beside(arguments: Sequence[str], log: Path) -> Iterator[None]:
     """Run a ``selfcal`` command beside the block, with its output in ``log``, and wait for both to end.
 
-    What comes after the block does without it: its failure is told, and no error.
+    If the command fails, the user is told, but nothing is raised.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     say(f"Meanwhile, with its output in {log}: {shlex.join(['selfcal', *arguments])}")

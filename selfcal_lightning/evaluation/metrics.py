@@ -66,13 +66,11 @@ def scored_responses(pool: Sequence[QuestionSamples], *, name: str = P_TRUE) -> 
 
 def judged_responses(pool: Sequence[QuestionSamples]) -> ScoredResponses:
     """Return the verdict of every response, also of those without a confidence, for accuracies."""
-    verdicts, ids = [], []
-    for entry in pool:
-        verdicts += [sample.correct for sample in entry.samples]
-        ids += [entry.question.id] * len(entry.samples)
-        if None in verdicts[len(verdicts) - len(entry.samples) :]:
-            raise no_reference(entry.question.id)
-    return ScoredResponses(np.zeros(len(ids)), np.asarray(verdicts, dtype=bool), np.asarray(ids))
+    rows = [(entry.question.id, sample.correct) for entry in pool for sample in entry.samples]
+    if unknown := [name for name, verdict in rows if verdict is None]:
+        raise no_reference(unknown[0])
+    ids, correct = (np.asarray(column) for column in zip(*rows, strict=True))
+    return ScoredResponses(np.zeros(len(ids)), correct, ids)
 
 
 def own_metrics(pool: Sequence[QuestionSamples], name: str, *, num_resamples: int) -> dict[str, Estimate]:

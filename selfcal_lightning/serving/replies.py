@@ -176,8 +176,8 @@ def make_reply(
     chosen = choose(job, outcome, used, values, read)
     best, stated, source = chosen.best, chosen.stated, chosen.source
     agreed = Cocoa.score(used, [one.answer for one in used])[used.index(best)] if best in used else None
-    own = VOTE_SHARE if source == VOTE_SHARE else STATED
-    known = {name: value for name, value in ((own, stated), (Cocoa.name, agreed)) if value is not None}
+    given = ((VOTE_SHARE if source == VOTE_SHARE else STATED, stated), (Cocoa.name, agreed))
+    known = {name: value for name, value in given if value is not None}
     if best is not None:  # a label keeps them
         best = replace(best, confidences={**best.confidences, **known})
     if (scaled := calibration.of_answer(known)) is not None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from support.clients import needs_clients, run_client, run_inspect, run_lm_eval, write_tasks
-from support.processes import run_command, run_forked
+from support.processes import run_command
 from support.serving import Server
 from support.store_samples import stored_groups, write_lines
 
@@ -72,12 +72,8 @@ def import_batch(folder: Path, requests: list[dict[str, Any]], *command: str) ->
     """Answer requests by a command that takes a file of them, and import what it wrote into the folder ``store``."""
     line = {"method": "POST", "url": "/v1/chat/completions"}
     asked, answered = write_lines(folder / "in.jsonl", *({**line, **one} for one in requests)), folder / "out.jsonl"
-    words = ["-m", *(word.format(asked=asked, answered=answered) for word in command)]
-    if command[0] == "selfcal_lightning":
-        assert run_forked(words, folder / "said.log") == 0
-    else:
-        environment = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1"}
-        run_command([sys.executable, *words], env=environment, timeout=300)
+    words = [word.format(asked=asked, answered=answered) for word in command]
+    run_command([sys.executable, "-m", *words], env=os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1"}, timeout=300)
     given = {"requests": str(asked), "questions": str(folder / "words.jsonl")}
     return run_import_pool(str(answered), str(folder / "store"), **given)
 

@@ -289,7 +289,7 @@ def test_distribution_shows_shares_of_right_and_of_wrong() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ODD_POOLS)
-@pytest.mark.filterwarnings("error::UserWarning", "error::RuntimeWarning")  # not of what another test left open
+@pytest.mark.filterwarnings("error")
 def test_odd_pools_draw_without_a_warning(name: str) -> None:
     confidence, correct = ODD_POOLS[name]
     for figure in (

@@ -12,7 +12,6 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from multiprocessing.process import BaseProcess
 from multiprocessing.util import Finalize
 from pathlib import Path
@@ -69,8 +68,8 @@ _SERVER.set_forkserver_preload(
 def start_forked(words: Sequence[str], output: Path, *, environment: Mapping[str, str] | None = None) -> BaseProcess:
     """Start a script, or ``-m`` and a module, with its arguments, in a process that has the libraries imported.
 
-    It is no child's copy of the tests, but of a server that has done nothing but import. ``environment`` is added to
-    that of the tests; what the process prints is appended to ``output``.
+    It is a fork of a server that has only imported them, not of the tests. ``environment`` is added to that of the
+    tests; what the process prints is appended to ``output``.
     """
     process = _SERVER.Process(target=_run_script, args=(list(words), output, {**os.environ, **(environment or {})}))
     process.start()
@@ -125,8 +124,7 @@ def _run_script(words: list[str], output: Path, environment: Mapping[str, str]) 
             sys.argv = words
             runpy.run_path(words[0], run_name="__main__")
     finally:
-        with suppress(AttributeError):  # what an ordinary process does at its end, and these would not
-            atexit._run_exitfuncs()
+        atexit._run_exitfuncs()  # as an ordinary process does at its end, and multiprocessing's do not
 
 
 def run_processes(work: Callable[..., Any], folder: Path, *arguments: Any, count: int = 2, limit: float = 300) -> list:

@@ -234,8 +234,8 @@ def read_question_file(
     if is_hub_name(name) or columns not in (None, Columns()) or name.endswith(CSV_ENDING):
         rows = enumerate(read_table(path, option=option), start=1)
         columns = columns or Columns()
-        before = f"{name}, row " if name.endswith(CSV_ENDING) else f"{name}:"  # cells may have several lines
-        return _parse(((number, _our_names(row, columns, f"{before}{number}")) for number, row in rows), before)
+        place = "{}, row {}" if name.endswith(CSV_ENDING) else "{}:{}"  # cells may have several lines
+        return _parse(((n, _our_names(row, columns, place.format(name, n))) for n, row in rows), name, place)
     file = check_question_file(path, option=option)
     if file.suffix in JSON_ENDINGS:
         numbered: Iterable[tuple[int, Mapping[str, Any]]] = read_json_lines(file)
@@ -243,7 +243,7 @@ def read_question_file(
         numbered = enumerate(load_file_rows(str(file), ["question"]), start=1)
     else:
         numbered = _text_lines(file)
-    return _parse(numbered, name + ":")
+    return _parse(numbered, name, "{}:{}")
 
 
 def check_question_file(path: str | Path, *, option: str = "questions") -> Path:
@@ -314,7 +314,7 @@ def _our_names(row: Mapping[str, Any], columns: Columns, origin: str) -> dict[st
 
 
 def parse_questions(rows: Iterable[Mapping[str, Any]]) -> list[QuestionRow]:
-    return _parse(enumerate(rows, start=1), "questions[", "]")
+    return _parse(enumerate(rows, start=1), "questions", "{}[{}]")
 
 
 def _parse_question(row: Mapping[str, Any], *, origin: str, number: int) -> QuestionRow:
@@ -377,12 +377,11 @@ def check_spelling(row: Mapping[str, Any], origin: str) -> None:
         raise InputError(f"{origin}: Expected the field `question` (of {_listed()}), but got only {given}.")
 
 
-def _parse(numbered: Iterable[tuple[int, Mapping[str, Any]]], before: str, after: str = "") -> list[QuestionRow]:
-    """Parse numbered rows; ``before`` and ``after`` surround the number in messages, as in "questions[3]"."""
-    origin = before.removesuffix(", row ").rstrip(":[")
+def _parse(numbered: Iterable[tuple[int, Mapping[str, Any]]], origin: str, place: str) -> list[QuestionRow]:
+    """Parse numbered rows; ``place`` is how messages name a row, by the origin and its number."""
     rows, others = [], dict[str, None]()
     for number, row in numbered:
-        rows.append(_parse_question(row, origin=f"{before}{number}{after}", number=number))
+        rows.append(_parse_question(row, origin=place.format(origin, number), number=number))
         others |= dict.fromkeys(str(name) for name in row if name not in (*FIELDS, SYNONYM, *OF_POOLS))
     if not rows:
         raise InputError(f"Expected {origin} to hold at least one question, but got none.")

@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from selfcal_lightning.capability.question_table import QuestionTable, Target, question_table
-from selfcal_lightning.confidence.response_probe import centre_and_scale
+from selfcal_lightning.confidence.scaling import centre_and_scale
 from selfcal_lightning.confidence.splits import FittedOn
 from selfcal_lightning.core.errors import InputError, unknown_name
 from selfcal_lightning.core.files import check_seal, json_object_or_none, sealed, write_atomically

@@ -46,6 +46,7 @@ from selfcal_lightning.confidence.registry import (
 from selfcal_lightning.confidence.scaling import (
     SCALER_KINDS,
     Scaler,
+    centre_and_scale,
     check_labels,
     check_new_name,
     fit_logistic,
@@ -188,8 +189,7 @@ def fit_fusion(
     if not used.any():
         raise InputError(f"Expected responses with all of {features} and a target {target!r}, but got none.")
     values = table.values[used]
-    means, stds = values.mean(axis=0), values.std(axis=0)
-    stds = np.where(stds > 1e-12 * np.maximum(1.0, np.abs(means)), stds, 1.0)
+    means, stds = centre_and_scale(values)
     weights, intercept = fit_logistic((values - means) / stds, targets[used], l2=l2)
     fusion = Fusion(
         name=name,

@@ -14,7 +14,7 @@ import numpy as np
 
 from selfcal_lightning.confidence.base import RESPONSE_PROBE
 from selfcal_lightning.confidence.fitted_files import load_fitted, save_fitted
-from selfcal_lightning.confidence.scaling import IsotonicMap
+from selfcal_lightning.confidence.scaling import IsotonicMap, centre_and_scale
 from selfcal_lightning.confidence.splits import FittedOn, check_not_fitted_on
 from selfcal_lightning.confidence.token_ids import entry_ids
 from selfcal_lightning.core.errors import InputError, unknown_name
@@ -189,12 +189,6 @@ def fit_response_probe(
         origin=origin,
         fitted_on=FittedOn.from_pool(pool, used),
     )
-
-
-def centre_and_scale(features: Floats) -> tuple[Floats, Floats]:
-    """Return mean and standard deviation of each feature [D]; features that never change keep their scale."""
-    centre, scale = features.mean(axis=0), features.std(axis=0)
-    return centre, np.where(scale > 1e-9 * (np.abs(centre) + 1.0), scale, 1.0)
 
 
 def check_enough(questions: int) -> None:

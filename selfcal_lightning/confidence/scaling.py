@@ -64,6 +64,12 @@ def fit_logistic(columns: Floats, targets: Floats, *, l2: float = 1.0) -> tuple[
     return found.x[:-1], float(found.x[-1])
 
 
+def centre_and_scale(features: Floats) -> tuple[Floats, Floats]:
+    """Return mean and standard deviation of each feature [D]; features that never change keep their scale."""
+    centre, scale = features.mean(axis=0), features.std(axis=0)
+    return centre, np.where(scale > 1e-9 * (np.abs(centre) + 1.0), scale, 1.0)
+
+
 def sigmoid(z: Floats) -> Floats:
     """Compute ``1 / (1 + exp(-z))`` without overflow."""
     e = np.exp(-np.abs(z))
@@ -130,11 +136,12 @@ class PlattMap:
         x = log_odds(values) if takes_logit else values
         right = float(targets.sum())
         high, low = (right + 1.0) / (right + 2.0), 1.0 / (len(targets) - right + 2.0)
-        mean, std = float(x.mean()), float(x.std()) or 1.0
-        soft, l2 = low + (high - low) * targets, 0.0 if x.std() else 1.0
-        weights, intercept = fit_logistic(((x - mean) / std)[:, None], soft, l2=l2)
-        slope = float(weights[0]) / std
-        return cls(slope, intercept - slope * mean, takes_logit)
+        (mean,), (std,) = centre_and_scale(x[:, None])
+        standard = (x - mean) / std
+        l2 = 0.0 if standard.std() > 0.5 else 1.0  # 1, or about 0 where all are alike
+        weights, intercept = fit_logistic(standard[:, None], low + (high - low) * targets, l2=l2)
+        slope = float(weights[0] / std)
+        return cls(slope, float(intercept - slope * mean), takes_logit)
 
     def transform(self, values: Floats) -> Floats:
         x = log_odds(values) if self.takes_logit else values
@@ -296,7 +303,7 @@ def check_labels(table: ResponseTable) -> None:
         question = table.question_ids[int(table.question[unknown][0])]
         found = f"{int(unknown.sum())} of {len(unknown)} responses are neither right nor wrong"
         raise InputError(
-            f'{found}, such as one to {question!r}, which has no reference. Fit to label-free targets (target "ssc").'
+            f'{found}, such as one to {question!r}, which has no reference. A fusion needs none with the target "ssc".'
         )
 
 

@@ -100,10 +100,17 @@ def test_platt_is_finite_where_labels_are_all_one_or_perfectly_separated() -> No
     assert 0.0 < apart.slope < 2.0
 
 
-def test_a_constant_confidence_scales_to_the_share_of_right_responses() -> None:
-    map_ = PlattMap.fit(np.full(6, 0.9), np.array([1.0, 1.0, 0.0, 0.0, 0.0, 0.0]), takes_logit=True)
-    # Platt's targets: 2 times 3/4 and 4 times 1/6 make 13/36 on average.
-    assert map_.transform(np.array([0.9]))[0] == pytest.approx(13.0 / 36.0, abs=1e-6)
+@pytest.mark.parametrize("takes_logit", [True, False])
+@pytest.mark.parametrize(("constant", "repeats"), [(0.9, 1), (0.3, 9), (0.1, 33)])
+def test_a_constant_confidence_scales_to_the_share_of_right_responses(
+    constant: float, repeats: int, takes_logit: bool
+) -> None:
+    """Rounding moves the mean of some constants off them, which is no variation to fit a slope to."""
+    correct = np.array([1.0, 1.0, 0.0, 0.0, 0.0, 0.0] * repeats)
+    map_ = PlattMap.fit(np.full(len(correct), constant), correct, takes_logit=takes_logit)
+    right, wrong = 2 * repeats, 4 * repeats
+    share = (right * (right + 1) / (right + 2) + wrong / (wrong + 2)) / len(correct)  # of Platt's targets
+    assert map_.transform(np.array([constant, constant + 0.05])) == pytest.approx(np.full(2, share), abs=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["temperature", "platt", "isotonic"])

@@ -301,7 +301,7 @@ class _PerQuestion:
     def resampled(self, *, num_resamples: int, seed: int) -> dict[str, Floats]:
         """Return each metric on all questions and on R resamples [1 + R]; of the ECE, its gaps by bin [1 + R, B].
 
-        A gap is the mean over all responses of (correct - confidence) in the bin.
+        A gap is the mean over all responses of (correct - confidence) in the bin. R is 0 if there is only one question.
         """
         functions: dict[str, Callable[[Floats], Floats]] = {
             ECE: lambda counts: (counts @ self.bin_gap) / (counts @ self.size)[:, None],
@@ -311,7 +311,7 @@ class _PerQuestion:
             PASS_AT_1: lambda counts: (counts @ self.accuracy) / counts.sum(axis=1),
         }
         num_questions = len(self.questions)
-        draws = resample_counts(num_questions, num_resamples=num_resamples, seed=seed)
+        draws = resample_counts(num_questions, num_resamples=num_resamples, seed=seed) if num_questions > 1 else ()
         blocks = [
             [functions[metric](counts) for metric in self.metrics]
             for counts in chain([np.ones((1, num_questions))], draws)

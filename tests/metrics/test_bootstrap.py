@@ -119,8 +119,17 @@ def test_undefined_resamples_are_left_out_and_counted() -> None:
     estimate = bootstrap_interval([0.9, 0.1], [True, False], [0, 1], metrics=[AUROC], num_resamples=1000)[AUROC]
     assert (estimate.value, estimate.low, estimate.high) == (1.0, 1.0, 1.0)
     assert 400 < estimate.num_undefined < 600
-    never = bootstrap_interval([0.9], [True], [0], metrics=[AUROC, WITHIN_QUESTION_AUROC], num_resamples=10)
+    right = [0.9, 0.8], [True, True], [0, 1]
+    never = bootstrap_interval(*right, metrics=[AUROC, WITHIN_QUESTION_AUROC], num_resamples=10)
     assert set(never.values()) == {Estimate(None, None, None, 10)}
+
+
+def test_one_question_has_no_intervals() -> None:
+    before, after = (ScoredResponses(c, [1, 1, 0], ["q"] * 3) for c in ([0.9, 0.8, 0.3], [0.9, 0.2, 0.3]))
+    for row in paired_bootstrap(before, after, num_resamples=20).values():
+        for found in (row.before, row.after, row.change, row.ratio):
+            assert found.value is not None
+            assert (found.low, found.high, found.is_positive) == (None, None, None)
 
 
 @pytest.mark.parametrize(

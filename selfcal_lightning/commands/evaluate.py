@@ -15,6 +15,7 @@ from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.core.files import to_json, write_atomically
 from selfcal_lightning.core.plugins import loaded_plugins
 from selfcal_lightning.core.progress import Stage, say
+from selfcal_lightning.data.pools.recorded import RecordedPool
 from selfcal_lightning.engines.settings import EngineSettings
 from selfcal_lightning.evaluation import plan as planning
 from selfcal_lightning.evaluation.calibration import compare_calibration, compare_votes
@@ -244,7 +245,12 @@ def _run_strategies(
 ) -> dict[str, Any]:
     """Fit, evaluate, print and write; return the part of results.json that belongs to strategies."""
     console = Console()
-    samples = {side: pool for pools in inputs.tests.values() for side, pool in pools.items()}
+    samples: dict[str, RecordedPool] = {}  # of all test sets, which share the confidences that are compared
+    for pools in inputs.tests.values():
+        for side, pool in pools.items():
+            known = samples.get(side, RecordedPool(()))
+            estimators = {**known.estimators, **pool.estimators}
+            samples[side] = replace(pool, entries=(*known.entries, *pool.entries), estimators=estimators)
     with Stage("Fitting on the calibration questions" if inputs.calibration else "Looking at the confidences"):
         calibrated = {
             side: calibrate_side(pool, inputs.calibration.get(side), given, settings) for side, pool in samples.items()

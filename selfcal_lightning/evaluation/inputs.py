@@ -18,6 +18,7 @@ from selfcal_lightning.confidence.scoring_model import ModelSettings
 from selfcal_lightning.confidence.splits import check_disjoint, leading_ids
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.core.files import check_path_name
+from selfcal_lightning.core.progress import say
 from selfcal_lightning.data.pools.recorded import RecordedPool, check_place, load_recorded_pool, texts_digest
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.data.store.shards import question_digest
@@ -374,6 +375,14 @@ def _same_questions(test: str, pools: Mapping[str, RecordedPool]) -> dict[str, R
                 f"only one of {sides[0]!r} and {side!r} has, such as {unshared[0]!r}, which {lacks!r} lacks."
             )
         entries = sorted(pool.entries, key=lambda entry: order[entry.question.id])
+        asked = [(one.question, entry.question) for one, entry in zip(pools[sides[0]].entries, entries, strict=True)]
+        others = [two.id for one, two in asked if one.text != two.text and one.reference != two.reference]
+        if others:
+            say(
+                f"{test}: {len(others):,} of {len(asked):,} questions, such as {others[0]!r}, have another text and "
+                f"another reference on {side!r} than on {sides[0]!r}. Different questions cannot be compared: give "
+                "each an id of its own."
+            )
         aligned[side] = replace(pool, entries=tuple(entries))
     return aligned
 

@@ -98,6 +98,33 @@ def test_rows_of_a_data_set_with_responses(tmp_path: Path) -> None:
         load_pool(path, task="gsm8k")
 
 
+def test_other_questions_under_the_same_ids_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    responses = {"a": [{"text": "The answer is 1."}], "b": [{"text": "The answer is 2."}]}
+    base, same, other = (tmp_path / f"{name}.jsonl" for name in ("base", "same", "other"))
+    write_number_pool(base, responses)
+    write_number_pool(same, responses, question="The same in another prompt?")
+    write_number_pool(other, responses, question="Another one?", reference="2")
+    for pool, number in ((same, None), (other, 2)):
+        pools = {"base": str(base), "after": str(pool)}
+        run_evaluate(pools=pools, output_dir=str(tmp_path / "out"), strategies=[], num_resamples=5)
+        said = f"{number} of 2 questions, such as 'a', have another text and another reference on 'after'"
+        assert (said in " ".join(capsys.readouterr().err.split())) == (number is not None)
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_test_sets_with_different_confidences_compare_those_of_all(tmp_path: Path, order: int) -> None:
+    """Which confidences weigh votes does not depend on the order of the test sets."""
+    sources = []
+    for name, confidence in (("few", {"p_true": 0.5}), ("many", {"p_true": 0.5, "other": 0.5})):
+        responses = [{"text": f"The answer is {number}.", "confidence": confidence} for number in (1, 2)]
+        path = write_number_pool(tmp_path / f"{name}.jsonl", {"a": responses, "b": responses})
+        sources.append(PoolSource("model", str(path), test=name))
+    options = {"strategies": ["self_consistency"], "num_resamples": 5, "num_reshuffles": 2}
+    found = run_evaluate(pools=sources[::order], output_dir=str(tmp_path / "out"), **options)
+    for name in ("few", "many"):
+        assert [row["name"] for row in found["strategies"][name]["confidences"]["model"]] == ["p_true"]
+
+
 def test_sides_without_a_test_set_in_common_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = str(write_number_pool(tmp_path / "pool.jsonl", {"a": [{"text": "The answer is 1."}], "b": [{"text": "2"}]}))
     apart = [PoolSource("before", path, test="first"), PoolSource("after", path, test="second")]

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from selfcal_lightning.confidence import fusion, response_probe
-from selfcal_lightning.confidence.base import RESPONSE_PROBE, confidence_of, scored_pool
+from selfcal_lightning.confidence.base import P_TRUE, RESPONSE_PROBE, confidence_of, scored_pool
 from selfcal_lightning.confidence.features import required_confidences, scores_text
 from selfcal_lightning.confidence.fitted_files import THRESHOLD as KIND
 from selfcal_lightning.confidence.fitted_files import check_fitted_target
@@ -49,7 +49,7 @@ def run_fit_confidence(
     task: str | None = None,
     features: list[str] = list(fusion.DEFAULT_FEATURES),  # noqa: B006 - never changed; the command line shows it
     target: fusion.FusionTarget = "label",
-    source: str = "p_true",
+    source: str = P_TRUE,
     name: str | None = None,
     scorers: list[str] = [],  # noqa: B006
     use_all: bool = False,
@@ -79,6 +79,14 @@ def run_fit_confidence(
         figure: Draws the reliability diagram.
         seed: Seeds the halves. `selfcal fit-threshold` must get the same seed, and has the same default.
     """
+    of_fusions = {
+        "features": features != list(fusion.DEFAULT_FEATURES), "target": target != "label", "l2": l2 != 1.0,
+        "allow_pool_features": allow_pool_features,
+    }  # fmt: skip
+    given = {"source": source != P_TRUE} if kind == "fusion" else of_fusions
+    if unread := [f"`{option}`" for option, is_given in given.items() if is_given]:
+        fits = "is for a scaler: choose one by `kind`" if kind == "fusion" else "is for `kind` fusion alone"
+        raise InputError(f"{unread[0]} {fits}; {kind} does not read it.")
     check_fitted_target(output, kind)
     drawing = Path(output).with_suffix(".png")
     figure = figure and not use_all

@@ -116,6 +116,9 @@ def test_a_fusion_may_read_a_scaled_part(pool: str, tmp_path: Path) -> None:
         (["fit-threshold", "--budget", "3", "--split", "test"], "but got none"),
         (["fit-confidence", "--features", "[self_certainty]"], "--estimator self_certainty"),
         (["fit-confidence", "--kind", "temperature", "--source", "sequence_logprob"], "Use Platt or isotonic"),
+        (["fit-confidence", "--source", "sequence_logprob"], "`source` is for a scaler"),
+        (["fit-confidence", "--kind", "platt", "--target", "ssc"], "`target` is for `kind` fusion alone"),
+        (["fit-confidence", "--kind", "platt", "--features", "[p_true]"], "`features` is for `kind` fusion alone"),
     ],
 )
 def test_mistakes_are_told(

@@ -483,7 +483,8 @@ def run_predict_pass_at_k(
     scoring.check_scores_target(output, inputs=(scores, *([] if maps is None else [maps])))
     if maps is not None and calibration_pool is not None:
         raise InputError(f"Expected `maps` or `calibration_pool`, but got both, {maps!r} and {calibration_pool!r}.")
-    questions = [one for one in scoring.read_scores(scores) if one.capability is not None]
+    read = scoring.read_scores(scores)
+    questions = [one for one in read if one.capability is not None]
     p = np.array([one.capability for one in questions], dtype=np.float64)
     chosen = tuple(sorted(set(ks)))
     kept = None if maps is None else _maps_for(maps, questions)
@@ -507,7 +508,9 @@ def run_predict_pass_at_k(
             for at, one in enumerate(questions)
         ),
     )  # fmt: skip
-    tell(describe_prediction(prediction), output)
+    left_out = len(read) - len(questions)
+    note = f"\n{left_out:,} questions without a capability are left out." if left_out else ""
+    tell(describe_prediction(prediction) + note, output)
     return prediction
 
 
@@ -615,6 +618,11 @@ def run_allocate(
     total, bounds = round(budget * len(p)), {"minimum": minimum, "maximum": maximum}
     if total < 1:
         raise InputError(f"Expected `budget` to give {len(p):,} questions a sample in all, but got {budget:g} each.")
+    if minimum * asked.sum() > total:
+        raise InputError(
+            f"`budget` {budget:g} gives {total:,} samples in all, fewer than the `minimum` of {minimum} for each of "
+            f"{asked.sum():,} questions."
+        )
     if concentration is None:
         greedy = allocation.greedy_allocation(p[asked], total, **bounds)
     else:

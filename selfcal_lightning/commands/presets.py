@@ -10,6 +10,7 @@ import argparse
 import json
 import shlex
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -263,6 +264,9 @@ def _value(name: str, text: str) -> Any:
         value = yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise InputError(f"Expected `{name}` to be a value in YAML, but got {text!r}.") from error
+    if isinstance(value, str):
+        with suppress(ValueError):  # YAML 1.1 takes 1e-1 for a text
+            value = float(value)
     if name.startswith("sampling.") and (isinstance(value, bool) or not isinstance(value, int | float | None)):
         raise InputError(f"Expected `{name}` to be a number, but got {text!r}.")
     return value

@@ -81,6 +81,9 @@ def test_pass_at_k_by_each_way(written: Path, tmp_path: Path, capsys: pytest.Cap
     assert list(alone.ways) == ["power", "power from 0", "power from 1"]
     np.testing.assert_allclose(alone.ways["power from 0"], alone.ways["power"])
     np.testing.assert_allclose(alone.ways["power from 1"], 0.0)
+    assert "left out" not in capsys.readouterr().out
+    run_predict_pass_at_k(known(tmp_path, [0.5, None, None]), str(output))
+    assert "2 questions without a capability are left out" in capsys.readouterr().out
     with pytest.raises(InputError, match="`zero_below` to lie in"):
         run_predict_pass_at_k(str(written / "scores.jsonl"), str(output), zero_below=[2.0])
 
@@ -139,6 +142,10 @@ def test_what_cannot_be(written: Path, tmp_path: Path) -> None:
         ({"uniform_share": 1.5}, r"`uniform_share` to lie in \[0, 1\], but got 1.5"),
         ({"gain": "best"}, "one of beta, geometric"),
         ({"gain": "geometric", "concentration": 1.0}, "with the gain 'beta' only"),
+        (
+            {"budget": 1.0, "minimum": 2, "gain": "geometric"},
+            "`budget` 1 gives 5 samples in all, fewer than the `minimum`",
+        ),
         ({"concentration": 1.0, "skip_below": 1.5}, "a capability of at least 1.5"),
         ({"calibration_pool": store, "estimator": "other"}, "Expected 'other' to be a value"),
         ({"calibration_pool": store, "calibration_split": "test"}, "has a value of 'probe'"),

@@ -201,6 +201,11 @@ def test_fit_takes_questions_of_named_columns(tmp_path: Path) -> None:
         stated = common_case([*words, "--columns.question", "problem", "--columns.answer=gold"])
         assert stated is not None
         assert sum(stated[0].counts.values()) == 30
+        sampled = common_case(
+            [*words, "--columns.question", "problem", "--columns.answer=gold", "--sampling.top_p", "9e-1"]
+        )
+        assert sampled is not None
+        assert "0.9" in json.dumps(sampled[0].configuration)
         with pytest.raises(InputError, match=r"`sampling\.temperature` to be a number"):
             common_case([*words, "--sampling.temperature", "true"])
         written = json.loads((folder / "questions.jsonl").read_text().splitlines()[4])

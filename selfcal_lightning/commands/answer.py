@@ -160,7 +160,7 @@ def answer_questions(
     sampling = taught.sampling_for(settings.sampling)
     check_can_draw(options, sampling)
     known, fitted = choices.load_fitted_files(scorers, settings.threshold_file)
-    probe = None if settings.probe is None else load_live_probe(settings.probe, model, options)
+    probe = None if settings.probe is None else load_live_probe(settings.probe, model, settings.query, options)
     if probe is not None and fitted is not None:
         raise InputError(PROBE_AND_THRESHOLD)
     # Answers are verified where there is a reference; nothing may have been fitted on such a question.

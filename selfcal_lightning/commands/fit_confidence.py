@@ -130,10 +130,10 @@ def run_fit_response_probe(
 ) -> ResponseProbe:
     """Fit a linear probe of the hidden states of responses, without labels by default.
 
-    A ridge regression of the mean state of a response's tokens predicts how far the other responses agree with it;
-    isotonic regression makes it a probability. `selfcal score --estimator response_probe --criteria.probe FILE` puts
-    it on the responses to other questions. Try it before you train an adapter: it takes one pass over the responses.
-    Responses of one token get one confidence: the states are those before each token.
+    A ridge regression of two states, the mean over a response's tokens and the one at the end of the confidence query,
+    predicts how far the other responses agree with it; isotonic regression makes it a probability. `selfcal score
+    --estimator response_probe --criteria.probe FILE` puts it on the responses to other questions. Try it before you
+    train an adapter: it takes one pass over the responses.
 
     Args:
         pool: Folder of a store, or a JSON-lines pool.
@@ -159,11 +159,11 @@ def run_fit_response_probe(
     options = engine.of(revision=revision, adapter=adapter)
     scoring = ScoringModel(ModelSettings(model, None, options), fingerprint)
     check_engine(options, scoring.source)
-    origin = scoring.states_origin
-    kept = origin | {"states": response_probe.MEAN}
+    origin = scoring.probe_origin
+    kept = origin | {"states": response_probe.STATES}
     folder = feature_folder(kept, store=store, given=features_dir, beside=Path(output).parent / "features")
     folder.open(kept)
-    states = response_probe.read_mean_states(scoring.tokens, read.entries, folder, chat=scoring.chat)
+    states = response_probe.keep_states(scoring.tokens, read.entries, folder, chat=scoring.chat)
     probe = response_probe.fit_response_probe(read.entries, states, target=target, origin=origin)
     probe.save(output)
     fitted = probe.fitted_on

@@ -153,7 +153,7 @@ def open_service(settings: ServiceSettings, *, folder: Path | None = None, key: 
 
     def load() -> Calibration:
         learnt = [] if folder is None else sorted(map(str, folder.glob("*.json")))
-        probe = None if settings.probe is None else load_live_probe(settings.probe, model, options)
+        probe = None if settings.probe is None else load_live_probe(settings.probe, model, settings.query, options)
         live = None if probe is None else open_live_probe(probe, lambda: desk.tokens, lambda name: desk.asked(name))
         found = Calibration(tuple(choices.load_fitted_files([*given, *learnt], None)[0]), manifest, live)
         if not is_closed:

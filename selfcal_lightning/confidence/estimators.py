@@ -189,7 +189,6 @@ class ProbedResponses:
 
     def __init__(self, tokens: TokenReader, *, probe: ResponseProbe) -> None:
         self._tokens, self._probe = tokens, probe
-        tokens.watch(None)
 
     def score(self, pool: Sequence[QuestionSamples]) -> Scores:
         """Return the confidence of every sample; None if it is empty or too long for the model.

@@ -45,7 +45,9 @@ def save_fitted(path: str | Path, kind: str, content: Mapping[str, Any]) -> None
 def check_states_origin(fitted: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     if differences := origin_differences(fitted, now):
         found = "; ".join(differences).replace("in the store", "in the probe")
-        raise InputError(f"The probe was fitted on another model, adapter or template: {found}. Fit another one.")
+        raise InputError(
+            f"The probe was fitted on another model, adapter, template or query: {found}. Fit another one."
+        )
 
 
 def load_fitted(path: str | Path, kinds: Sequence[str]) -> tuple[str, dict[str, Any]]:

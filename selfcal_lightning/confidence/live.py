@@ -63,10 +63,10 @@ def check_live_probe(probe: ResponseProbe, questions: Sequence[Question], read: 
     check_not_fitted_on(questions, probe)
 
 
-def load_live_probe(path: str, model: str, options: EngineOptions) -> ResponseProbe:
+def load_live_probe(path: str, model: str, query: str, options: EngineOptions) -> ResponseProbe:
     """Read a probe, whose states the engine must give and the model must have."""
     check_gives_hidden_states(options)
-    return ScoringModel(ModelSettings(model, None, options)).response_probe(path)
+    return ScoringModel(ModelSettings(model, query, options)).response_probe(path)
 
 
 def open_tokens(engine: Engine, chat: ChatFormat) -> TokenReader:

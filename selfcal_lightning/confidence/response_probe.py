@@ -32,22 +32,25 @@ ProbeTarget = Literal["agreement", "label"]
 FOLDS = 5
 PENALTIES = np.geomspace(1e-3, 1e3, 13)  # per response
 CHUNK_QUESTIONS = 32
-MEAN = "response_mean"
+STATES = "response_mean_and_query"
 
 
 @dataclass(frozen=True)
 class ResponseProbe:
-    """``map(weights . x + intercept)`` of the mean x of the states behind a response's tokens, after the last layer."""
+    """``map(weights . x + intercept)`` of two hidden states x of a response, after the last layer.
+
+    They are the mean over the response's tokens, and the state at the end of the confidence query.
+    """
 
     name: ClassVar[str] = RESPONSE_PROBE
-    weights: tuple[float, ...]  # [D]
+    weights: tuple[float, ...]  # [2 D]
     intercept: float
     map: IsotonicMap
     target: ProbeTarget
     penalty: float  # per response
     error: float  # mean squared error on questions that a fold leaves out, before the map
     constant_error: float  # of a constant: the variance of the targets
-    origin: Mapping[str, Any]  # of the states: model, adapter and template
+    origin: Mapping[str, Any]  # of the states: model, adapter, template and query
     fitted_on: FittedOn
 
     @property
@@ -63,7 +66,7 @@ class ResponseProbe:
             InputError: The probe was fitted on one of the questions, whose agreement it would repeat.
         """
         check_not_fitted_on(pool, self)
-        states = mean_states(tokens, pool)
+        states = read_states(tokens, pool)
         known = [place for place, state in enumerate(states) if state is not None]
         values = np.array([states[place] for place in known]).reshape(-1, len(self.weights)) @ np.array(self.weights)
         found = dict(zip(known, self.map.transform(values + self.intercept).tolist(), strict=True))
@@ -90,23 +93,16 @@ def load_response_probe(path: str | Path | None) -> ResponseProbe:
         raise InputError(f"Expected {path} to hold a whole probe, but got {error!r}. Fit it again.") from error
 
 
-def mean_states(tokens: TokenReader, pool: Sequence[QuestionSamples]) -> list[Floats | None]:
-    """Return the mean state [D] of each response of a pool; None if it is empty or too long for the model.
-
-    The mean is over the positions whose logits predict the response's tokens, after the final normalisation.
-    """
-    tokens.watch(None)
-    found = [response for row in tokens.read(pool) for response in row]
-    return [
-        None if response is None or not response.num_tokens else response.trajectories[None][0, -1].double().numpy()
-        for response in found
-    ]
+def read_states(tokens: TokenReader, pool: Sequence[QuestionSamples]) -> list[Floats | None]:
+    """Return the states [2 D] of each response of a pool; None if it is empty or too long for the model."""
+    found = [states for row in tokens.states(pool) for states in row]
+    return [None if states is None else states.flatten().numpy() for states in found]
 
 
-def read_mean_states(
+def keep_states(
     open_tokens: Callable[[], TokenReader], pool: Sequence[QuestionSamples], folder: FeatureFolder, *, chat: ChatFormat
 ) -> list[Floats | None]:
-    """Return the mean state of each response of a pool; what ``folder`` lacks is read into it, a chunk at a time."""
+    """Return the states of each response of a pool; what ``folder`` lacks is read into it, a chunk at a time."""
     keys: list[Key | None] = []
     known, lacking = folder.keys(), list[QuestionSamples]()
     for entry in pool:
@@ -123,13 +119,13 @@ def read_mean_states(
     with Progress(len(lacking), label=f"Reading hidden states into {folder.path}", unit="questions") as bar:
         for start in range(0, len(lacking), CHUNK_QUESTIONS):
             chunk = lacking[start : start + CHUNK_QUESTIONS]
-            read = [(next(missing), state) for state in mean_states(open_tokens(), chunk)]
-            if rows := {key: state for key, state in read if state is not None}:  # None: too long for the model
-                folder.write(list(rows), {MEAN: np.array(list(rows.values()))})
+            read = [(next(missing), states) for states in read_states(open_tokens(), chunk)]
+            if rows := {key: states for key, states in read if states is not None}:  # None: too long for the model
+                folder.write(list(rows), {STATES: np.array(list(rows.values()))})
             known |= rows.keys()
             bar.update(len(chunk))
     wanted = list(dict.fromkeys(key for key in keys if key in known))
-    found = dict(zip(wanted, folder.read(wanted)[MEAN] if wanted else (), strict=True))
+    found = dict(zip(wanted, folder.read(wanted)[STATES] if wanted else (), strict=True))
     return [None if key is None else found.get(key) for key in keys]
 
 
@@ -159,7 +155,7 @@ def probe_targets(pool: Sequence[QuestionSamples], target: ProbeTarget) -> Float
 def fit_response_probe(
     pool: Sequence[QuestionSamples], states: Sequence[Floats | None], *, target: ProbeTarget, origin: Mapping[str, Any]
 ) -> ResponseProbe:
-    """Fit a ridge regression of the target on the mean states, and map its predictions to the target monotonically.
+    """Fit a ridge regression of the target on the states, and map its predictions to the target monotonically.
 
     ``states`` are those of all responses of ``pool``, in its order. The penalty has the least squared error on
     questions that a fold leaves out. The map is fitted to the predictions for those questions, which no ridge has seen.

@@ -135,19 +135,28 @@ class ScoringModel:
             read_by = {"head_dtype": self._head_dtype} if self._head_dtype else {}
             return {**origin, "model": self.identity | read_by, "prompt": self.chat.describe()}
         if name == RESPONSE_PROBE:
-            origin["settings"] = {"probe": self.response_probe(estimator_settings["probe"]).digest}
+            return {
+                **origin,
+                "settings": {"probe": self.response_probe(estimator_settings["probe"]).digest},
+                **self.probe_origin,
+            }
         return {**origin, **self.states_origin}
 
     @property
     def states_origin(self) -> dict[str, Any]:
         return states_origin(self.identity, self.chat)
 
+    @property
+    def probe_origin(self) -> dict[str, Any]:
+        """What the states of a response probe depend on: one of them stands at the end of the query."""
+        return self.states_origin | {"query": self.chat.query_text}
+
     def response_probe(self, path: str | None) -> ResponseProbe:
         from selfcal_lightning.confidence.fitted_files import check_states_origin
         from selfcal_lightning.confidence.response_probe import load_response_probe
 
         probe = load_response_probe(path)
-        check_states_origin(probe.origin, self.states_origin)
+        check_states_origin(probe.origin, self.probe_origin)
         return probe
 
     @property

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import chain, groupby
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.data.step_settings import Steps
 from selfcal_lightning.data.steps import Span
 from selfcal_lightning.engines.transformers.prompt_states import watch_levels
-from selfcal_lightning.models.causal_lm import logits_at, without_cudnn
+from selfcal_lightning.models.causal_lm import forward_arguments, logits_at, without_cudnn
 from selfcal_lightning.models.packing import PrefixTree, packs_rightly, prefer_segments, shared_prefix_problem
 from selfcal_lightning.records import QuestionSamples
 
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
     from selfcal_lightning.models.chat_format import ChatFormat
 
+T = TypeVar("T")
 # Tokens of a prompt, and of a response to it.
 Key = tuple[tuple[int, ...], tuple[int, ...]]
 
@@ -159,23 +160,48 @@ class TokenReader:
 
     def read(self, pool: Sequence[QuestionSamples]) -> list[list[ResponseStatistics | None]]:
         """Return the statistics of every sample; None without a response, or if it is too long."""
-        ids = [entry_ids(entry, self.chat) for entry in pool]
-        keys = [[None if row is None else (row.prompt, row.response) for row in rows] for rows in ids]
-        room = math.inf if self.max_context is None else self.max_context
-        wanted = {key for row in keys for key in row if key is not None and len(key[0]) + len(key[1]) <= room}
+        keys = self._keys(pool)
+        wanted = {key for row in keys for key in row if key is not None}
         known = {key: self._known[key] for key in wanted & self._known.keys()}
         nothing = torch.zeros(0, dtype=torch.float64)
         empty = ResponseStatistics((), 0, TokenStatistics(nothing, nothing, nothing), nothing)
         known |= {key: empty for key in wanted if not key[1]}
-        left = wanted - known.keys()
-        packs = self._packs(left)
-        with self._segments() if packs else nullcontext():
-            for batch in self._batches(left, packs=packs):
-                known |= zip(batch, self._forward(batch, packs=packs), strict=True)
-        self._known = known
-        responses = {response for _, response in known}
+        self._known = known | self._pass_over(wanted - known.keys(), self._forward)
+        responses = {response for _, response in self._known}
         self._spans = {key: spans for key, spans in self._spans.items() if key[0] in responses}
-        return [[None if key is None else known.get(key) for key in row] for row in keys]
+        return [[None if key is None else self._known[key] for key in row] for row in keys]
+
+    def states(self, pool: Sequence[QuestionSamples]) -> list[list[Tensor | None]]:
+        """Return two states [2, D] of every sample, after the last layer; None if it is empty or too long.
+
+        The first is the mean over the positions that predict the response's tokens, the second that of the confidence
+        query's last token, where P(True) is read.
+        """
+        query = self.chat.query.suffix_ids
+        # One token more, since the states are those that predict a token.
+        keys = self._keys(pool, suffix=(*query, query[-1]))
+        keys = [[None if key is None or len(key[1]) == len(query) + 1 else key for key in row] for row in keys]
+        found = self._pass_over({key for row in keys for key in row if key is not None}, self._two_states)
+        return [[None if key is None else found[key] for key in row] for row in keys]
+
+    def _keys(self, pool: Sequence[QuestionSamples], *, suffix: tuple[int, ...] = ()) -> list[list[Key | None]]:
+        """Return prompt and response + ``suffix`` of every sample; None without a response, or if it is too long."""
+        room = (math.inf if self.max_context is None else self.max_context) - len(suffix)
+        return [
+            [
+                None if row is None or len(row.prompt) + len(row.response) > room
+                else (row.prompt, row.response + suffix)
+                for row in entry_ids(entry, self.chat)
+            ]
+            for entry in pool
+        ]  # fmt: skip
+
+    def _pass_over(self, keys: Collection[Key], forward: Callable[..., Iterable[T]]) -> dict[Key, T]:
+        packs, found = self._packs(keys), dict[Key, T]()
+        with self._segments() if packs else nullcontext():
+            for batch in self._batches(keys, packs=packs):
+                found |= zip(batch, forward(batch, packs=packs), strict=True)
+        return found
 
     def scores(
         self, pool: Sequence[QuestionSamples], pick: Callable[[ResponseStatistics], float]
@@ -221,6 +247,20 @@ class TokenReader:
             rows += len(key[1])
         if batch:
             yield batch
+
+    @torch.no_grad()
+    def _two_states(self, batch: Sequence[Key], *, packs: bool) -> list[Tensor]:
+        laid_out = packed_rows(batch) if packs else rows_apart(batch)
+        ids, mask, positions = (tensor.to(self.network.device) for tensor in laid_out[:3])
+        arguments = forward_arguments(self.network, ids, mask, trees=laid_out.trees)
+        with without_cudnn():
+            hidden = self.network.base_model(**arguments).last_hidden_state
+        rows = hidden.flatten(0, 1)[positions].float().cpu().double()
+        end = -len(self.chat.query.suffix_ids) - 1
+        return [
+            torch.stack([piece[:end].mean(0), piece[-1]])
+            for piece in rows.split([len(response) for _, response in batch])
+        ]
 
     @torch.no_grad()
     def _forward(self, batch: Sequence[Key], *, packs: bool) -> list[ResponseStatistics]:

@@ -26,9 +26,9 @@ from selfcal_lightning.confidence.live import find_asked, load_live_probe, open_
 from selfcal_lightning.confidence.registry import CriteriaSettings
 from selfcal_lightning.confidence.response_probe import (
     fit_response_probe,
+    keep_states,
     load_response_probe,
-    mean_states,
-    read_mean_states,
+    read_states,
 )
 from selfcal_lightning.confidence.scoring_model import ModelSettings, ScoringModel
 from selfcal_lightning.confidence.token_reader import TokenReader
@@ -42,6 +42,7 @@ from selfcal_lightning.engines.settings import EngineOptions
 from selfcal_lightning.engines.transformers.engine import TransformersEngine
 from selfcal_lightning.inference.stopping import EarlyStopping
 from selfcal_lightning.inference.thresholds import fit_goal_threshold
+from selfcal_lightning.models.chat_format import DEFAULT_QUERY
 from selfcal_lightning.records import Message, Question, QuestionSamples, Sample
 
 NUM_QUESTIONS = {"train": 8, "test_id": 3}
@@ -95,7 +96,7 @@ def reading(monkeypatch: pytest.MonkeyPatch) -> Callable[[np.ndarray], None]:
         def read(_: Any, pool: list[QuestionSamples]) -> list[np.ndarray]:
             return [next(left) for entry in pool for _ in entry.samples]
 
-        monkeypatch.setattr(response_probe, "mean_states", read)
+        monkeypatch.setattr(response_probe, "read_states", read)
 
     return give
 
@@ -137,20 +138,22 @@ def test_an_unreadable_response_agrees_with_none() -> None:
     assert response_probe.probe_targets([entry], "label").tolist() == [1.0, 1.0, 0.0, 0.0]
 
 
-def test_the_state_is_the_mean_before_each_token_after_the_last_norm(
+def test_the_states_are_the_mean_before_each_token_and_the_query_s_after_the_last_norm(
     tiny_model: str, tokens: TokenReader, two_splits: Path
 ) -> None:
     pool = list(SampleStore(two_splits).samples(split="test_id"))
     pool[0] = replace(pool[0], samples=(replace(pool[0].samples[0], text="", token_ids=()), *pool[0].samples[1:]))
-    found = mean_states(tokens, pool)
+    found = read_states(tokens, pool)
     assert found[0] is None
     network = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float64).eval()
     with torch.no_grad():
         for entry, states in zip(pool[1:], np.array(found[NUM_SAMPLES:]).reshape(2, NUM_SAMPLES, -1), strict=True):
             for sample, state in zip(entry.samples, states, strict=True):
-                ids = torch.tensor([[*entry.prompt_ids, *sample.token_ids]])
-                last = network(ids, output_hidden_states=True).hidden_states[-1][0]
-                assert state == pytest.approx(last[len(entry.prompt_ids) - 1 : -1].mean(0).numpy(), abs=1e-4)
+                ids = [*entry.prompt_ids, *sample.token_ids]
+                whole = torch.tensor([[*ids, *tokens.chat.query.suffix_ids]])
+                last = network(whole, output_hidden_states=True).hidden_states[-1][0]
+                expected = torch.cat([last[len(entry.prompt_ids) - 1 : len(ids) - 1].mean(0), last[-1]])
+                assert state == pytest.approx(expected.numpy(), abs=1e-4)
 
 
 def test_states_that_were_read_before_a_stop_are_not_read_again(
@@ -158,7 +161,7 @@ def test_states_that_were_read_before_a_stop_are_not_read_again(
 ) -> None:
     pool, folder = list(SampleStore(two_splits).samples(split="train")), FeatureFolder(tmp_path / "states")
     pool[0] = replace(pool[0], samples=(replace(pool[0].samples[0], text="", token_ids=()), *pool[0].samples[1:]))
-    expected, asked = mean_states(tokens, pool), list[int]()
+    expected, asked = read_states(tokens, pool), list[int]()
     folder.open({})
     monkeypatch.setattr(response_probe, "CHUNK_QUESTIONS", 3)
 
@@ -166,13 +169,13 @@ def test_states_that_were_read_before_a_stop_are_not_read_again(
         asked.append(len(chunk))
         if asked == [3, 3]:
             raise KeyboardInterrupt
-        return mean_states(reader, chunk)
+        return read_states(reader, chunk)
 
-    monkeypatch.setattr(response_probe, "mean_states", read)
+    monkeypatch.setattr(response_probe, "read_states", read)
     with pytest.raises(KeyboardInterrupt):
-        read_mean_states(lambda: tokens, pool, folder, chat=tokens.chat)
+        keep_states(lambda: tokens, pool, folder, chat=tokens.chat)
     assert len(folder.keys()) == 3 * NUM_SAMPLES - 1  # an empty response has no state
-    found = read_mean_states(lambda: tokens, pool, folder, chat=tokens.chat)
+    found = keep_states(lambda: tokens, pool, folder, chat=tokens.chat)
     assert asked == [3, 3, 3, 2]
     assert found[0] is None
     assert np.array(found[1:]) == pytest.approx(np.array(expected[1:]), abs=1e-6)
@@ -184,7 +187,7 @@ def test_a_store_is_fitted_on_one_split_and_scored_on_the_other(
     file = tmp_path / "probe.json"
     assert run(["fit-response-probe", "--pool", str(store), "--output", str(file)]) == 0
     assert (
-        "Fitted on 24 responses to 8 questions (0 left out): 128 features, target agreement" in capsys.readouterr().out
+        "Fitted on 24 responses to 8 questions (0 left out): 256 features, target agreement" in capsys.readouterr().out
     )
     score = ["score", "--store_dir", str(store), "--estimator", "response_probe"]
     assert run([*score, "--criteria.probe", str(file), "--split", "test_id"]) == 0
@@ -216,13 +219,13 @@ def test_a_probe_of_another_model_or_a_damaged_one_is_refused(
 ) -> None:
     pool, file = list(SampleStore(store).samples(split="train")), tmp_path / "probe.json"
     probe = fit_response_probe(
-        pool, mean_states(tokens, pool), target="agreement", origin={"model": {"weights_sha256": "0"}}
+        pool, read_states(tokens, pool), target="agreement", origin={"model": {"weights_sha256": "0"}}
     )
     probe.save(file)
     assert load_response_probe(file) == probe
     score = ["score", "--store_dir", str(store), "--estimator", "response_probe", "--split", "test_id"]
     score += ["--criteria.probe", str(file)]
-    assert "another model, adapter or template: model.weights_sha256" in refused(score)
+    assert "another model, adapter, template or query: model.weights_sha256" in refused(score)
     file.write_text(file.read_text().replace('"agreement"', '"label"'))
     assert "Fit it again" in refused(score)
     few = ["fit-response-probe", "--pool", str(store), "--split", "test_id", "--output", str(tmp_path / "few.json")]
@@ -255,16 +258,16 @@ def test_a_live_response_has_the_confidence_of_a_recorded_one(
     engine: TransformersEngine, tokens: TokenReader, two_splits: Path, tmp_path: Path
 ) -> None:
     train, test = (list(SampleStore(two_splits).samples(split=split)) for split in NUM_QUESTIONS)
-    origin = ScoringModel(ModelSettings("bundled", None, EngineOptions())).states_origin
-    probe = fit_response_probe(train, mean_states(tokens, train), target="agreement", origin=origin)
+    origin = ScoringModel(ModelSettings("bundled", None, EngineOptions())).probe_origin
+    probe = fit_response_probe(train, read_states(tokens, train), target="agreement", origin=origin)
     asked = find_asked([entry.question for entry in test], engine.chat)
     live = open_live_probe(probe, lambda: open_tokens(engine, engine.chat), asked)
     for entry, row in zip(test, ProbedResponses(tokens, probe=probe).score(test), strict=True):
         assert [live.score_sample(sample) for sample in entry.samples] == pytest.approx(row, abs=1e-5)
     other = replace(probe, origin={**origin, "model": {**origin["model"], "adapter_sha256": "another"}})
     other.save(tmp_path / "probe.json")
-    with pytest.raises(InputError, match=r"another model, adapter or template: model\.adapter_sha256"):
-        load_live_probe(str(tmp_path / "probe.json"), "bundled", EngineOptions())
+    with pytest.raises(InputError, match=r"another model, adapter, template or query: model\.adapter_sha256"):
+        load_live_probe(str(tmp_path / "probe.json"), "bundled", DEFAULT_QUERY, EngineOptions())
 
 
 def test_answers_stop_at_the_confidence_of_a_probe(

@@ -35,10 +35,10 @@ def probe() -> ResponseProbe:
     """A probe with random weights, so that responses differ."""
     scoring = ScoringModel(ModelSettings("bundled", None, EngineOptions()))
     size = json.loads((Path(scoring.source) / "config.json").read_text())["hidden_size"]
-    weights = tuple(np.random.default_rng(0).normal(size=size) / size**0.5)
+    weights = tuple(np.random.default_rng(0).normal(size=2 * size) / size**0.5)
     chances = IsotonicMap(STEPS, tuple(np.linspace(0.0, 1.0, 7)))
     fitted_on = FittedOn("0", ("a", "b"), ("c", "d"), 16)
-    return ResponseProbe(weights, 0.1, chances, "agreement", 1.0, 0.1, 0.2, scoring.states_origin, fitted_on)
+    return ResponseProbe(weights, 0.1, chances, "agreement", 1.0, 0.1, 0.2, scoring.probe_origin, fitted_on)
 
 
 @pytest.mark.slow
@@ -78,7 +78,7 @@ def test_a_server_gives_the_confidences_of_a_probe(probe: ResponseProbe, tmp_pat
         assert time.monotonic() < end
     replace(probe, origin={"model": {"weights_sha256": "another"}}).save(file)
     server.send_signal(signal.SIGHUP)  # is said, and what was there holds
-    while "another model, adapter or template" not in log.read_text():
+    while "another model, adapter, template or query" not in log.read_text():
         assert time.monotonic() < end
         time.sleep(0.05)
     assert server.post("/v1/confidence", body).json["confidence"] == 0.25
@@ -97,4 +97,4 @@ def test_a_server_takes_no_probe_that_it_could_not_read(
     fit_goal_threshold(EarlyStopping(max_samples=2), pool, "budget", 2.0, [0.5]).save("threshold.json")
     assert "does not say which probe" in refused([*serve, "--threshold_file", "threshold.json"])
     replace(probe, origin={"model": {"weights_sha256": "another"}}).save("probe.json")
-    assert "another model, adapter or template" in refused(serve)
+    assert "another model, adapter, template or query" in refused(serve)

@@ -1,0 +1,120 @@
+"""Which hidden states `selfcal fit-response-probe` should read, on real models.
+
+Fits the probe to the agreement of the training responses on the mean state of a response, on the state at the end of
+the confidence query, and on both. The choice is by the error on training questions that a fold leaves out; AUROC and
+Brier are of the test responses. Samples what `make report-real` samples, and reads the states in float32.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import numpy as np
+from _real_jobs import ARITHMETIC, FACTS, GEMMA, SMOLLM, TASKS, WIKIDATA, Jobs, Sizes, all_jobs, entries
+from shared.study import Options, Study
+from shared.tables import show, table, triple
+
+from selfcal_lightning.confidence.base import RESPONSE_PROBE
+from selfcal_lightning.confidence.response_probe import fit_response_probe, keep_states
+from selfcal_lightning.confidence.token_reader import TokenReader
+from selfcal_lightning.data.store.features import FeatureFolder
+from selfcal_lightning.engines.opening import load_chat
+from selfcal_lightning.engines.settings import EngineOptions
+from selfcal_lightning.engines.transformers.model import load_network
+from selfcal_lightning.evaluation.metrics import own_metrics
+from selfcal_lightning.metrics.arrays import AUROC, BRIER, Floats
+from selfcal_lightning.models.chat_format import DEFAULT_QUERY
+from selfcal_lightning.records import QuestionSamples
+
+RESAMPLES = 1000
+
+
+def every_job(options: Options) -> list[Jobs]:
+    jobs = all_jobs(options.output, options.converted, options.models, options.tasks, Sizes())
+    return [job for job in jobs if job.tested == "test"]
+
+
+def run(options: Options) -> None:
+    for job in every_job(options):
+        job.folder.mkdir(parents=True, exist_ok=True)
+        job.convert()
+        job.sample(job.samples, "train")
+        job.sample(job.test, "test", seed=1)
+        chat = load_chat(EngineOptions(), str(job.model), query=DEFAULT_QUERY, prompt=job.read_prompt())
+        began, tokens = time.process_time(), None
+        for split, pool in pools(job).items():
+            folder = FeatureFolder(job.folder / "probe_states" / split)
+            folder.open({"model": job.model.name, "task": job.task})
+            tokens = tokens or TokenReader(
+                load_network(str(job.model), revision=None, adapter=None, dtype="float32", device="cpu"), chat
+            )
+            keep_states(lambda reader=tokens: reader, pool, folder, chat=chat)
+        print(f"{job.name}: {time.process_time() - began:.0f} CPU seconds to read the states")
+
+
+def pools(job: Jobs) -> dict[str, list[QuestionSamples]]:
+    return {"train": entries(job.samples, "train"), "test": entries(job.test, "test")}
+
+
+def tables(options: Options) -> dict[str, Any]:
+    return {"tasks": {job.name: compare(job) for job in every_job(options)}}
+
+
+def compare(job: Jobs) -> dict[str, Any]:
+    """Return error, AUROC and Brier score of the probes of one model and task."""
+    chat = load_chat(EngineOptions(), str(job.model), query=DEFAULT_QUERY, prompt=job.read_prompt())
+    found, states = pools(job), {}
+    for split, pool in found.items():
+        states[split] = keep_states(lambda: None, pool, FeatureFolder(job.folder / "probe_states" / split), chat=chat)
+    width = len(next(row for row in states["train"] if row is not None)) // 2
+    parts = {"mean": slice(0, width), "query": slice(width, None), "both": slice(None)}
+    return {name: row_of(found, states, part) for name, part in parts.items()}
+
+
+def row_of(
+    found: Mapping[str, list[QuestionSamples]], states: Mapping[str, list[Floats | None]], part: slice
+) -> dict[str, Any]:
+    read = {split: [None if row is None else row[part] for row in rows] for split, rows in states.items()}
+    probe = fit_response_probe(found["train"], read["train"], target="agreement", origin={})
+    weights, left = np.array(probe.weights), iter(read["test"])
+    scored = []
+    for entry in found["test"]:
+        values = [next(left) for _ in entry.samples]
+        chances = [None if x is None else probe.map.scaled(float(x @ weights) + probe.intercept) for x in values]
+        samples = [
+            replace(sample, confidences={} if chance is None else {RESPONSE_PROBE: chance})
+            for sample, chance in zip(entry.samples, chances, strict=True)
+        ]
+        scored.append(replace(entry, samples=tuple(samples)))
+    metrics = own_metrics(scored, RESPONSE_PROBE, num_resamples=RESAMPLES)
+    errors = {"error": round(probe.error, 5), "constant_error": round(probe.constant_error, 5)}
+    return errors | {name: triple(metrics[name]) for name in (AUROC, BRIER)}
+
+
+def as_markdown(report: Mapping[str, Any]) -> str:
+    rows = []
+    for task, states in report["tasks"].items():
+        for state, row in states.items():
+            share = row["error"] / row["constant_error"]
+            rows.append([task, state, f"{share:.3f}", show(row[AUROC]), show(row[BRIER])])
+    heads = ["task", "state", "left-out error, of a constant's", "AUROC", "Brier"]
+    told = "Fitted without labels; 8 responses to a question; 95 % intervals over questions."
+    return "\n".join([f"Command: `{report['command']}`. {told}", "", *table(heads, rows, left=2), ""])
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--tasks", nargs="+", default=[FACTS, WIKIDATA, ARITHMETIC], choices=TASKS[SMOLLM])
+    parser.add_argument("--models", nargs="+", default=[SMOLLM, GEMMA], choices=list(TASKS))
+    parser.add_argument("--converted", type=Path, default=Path("runs/models"), help="folder of the converted models")
+
+
+if __name__ == "__main__":
+    raise SystemExit(Study("real/probe_states.py", {}, run, tables, as_markdown, arguments=arguments).main())

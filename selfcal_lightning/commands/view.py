@@ -73,7 +73,8 @@ def run_view(
                 raise InputError(f"{file} is the report of an evaluation that is compared. Name another `output`.")
             names = dict(zip((path, other), reports, strict=True))
             shared, alone = compare_pages(file, names, title=f"{path} and {other}")
-            say(f"{shared:,} questions are in both evaluations; {alone:,} are in one only and are left out.")
+            left_out = " and not listed; the numbers are those of each whole evaluation" if alone else ""
+            say(f"{shared:,} questions are in both evaluations; {alone:,} are in one only{left_out}.")
     elif any(report.is_file() for report in reports):
         raise InputError(f"{path} and {other}: one is an evaluation, the other is not. Give two of the same kind.")
     else:

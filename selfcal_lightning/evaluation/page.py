@@ -94,7 +94,13 @@ def compare_pages(path: Path, reports: Mapping[str, Path], *, title: str) -> tup
     places = [
         {(index["tests"][row["t"]], row["id"]): at for at, row in enumerate(index["questions"])} for index, _ in pages
     ]
-    shared = [key for key in places[0] if key in places[1]]
+
+    def is_one(key: tuple[str, str]) -> bool:
+        """Whether both ask it: files number their questions alike, so that an id alone says little."""
+        first, second = (index["questions"][found[key]] for (index, _), found in zip(pages, places, strict=True))
+        return bool(first["q"] == second["q"] or first["r"] == second["r"])
+
+    shared = [key for key in places[0] if key in places[1] and is_one(key)]
     if not shared:
         raise InputError(f"The evaluations {' and '.join(reports)} hold no question in common.")
     names = [name for name in one["confidences"] if name in two["confidences"]]

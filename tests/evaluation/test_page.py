@@ -155,10 +155,11 @@ def test_two_pools_are_compared_on_the_questions_of_both(tmp_path: Path, capsys:
     assert "2 questions are in one of the two only" in capsys.readouterr().err
 
 
-def evaluation(folder: Path, answers: str, ids: range) -> Path:
+def evaluation(folder: Path, answers: str, ids: range, **fields: str) -> Path:
     """Evaluate a pool of questions with these answers of their three samples."""
     folder.mkdir()
-    pool = write_pool(folder / "pool.jsonl", ids, lambda _: [(one, 0.9 - n / 5) for n, one in enumerate(answers)])
+    samples = [{"text": text, "confidence": {"p_true": 0.9 - n / 5}} for n, text in enumerate(answers)]
+    pool = write_number_pool(folder / "pool.jsonl", {f"q{i}": samples for i in ids}, **{"reference": "4", **fields})
     run_evaluate(pools={folder.name: str(pool)}, output_dir=str(folder / "out"), strategies=[], num_resamples=50)
     return folder / "out"
 
@@ -168,7 +169,8 @@ def test_two_evaluations_are_compared_on_the_questions_of_both(
 ) -> None:
     one, two = evaluation(tmp_path / "a", "554", range(6)), evaluation(tmp_path / "b", "464", range(2, 8))
     page = Path(run_view(str(one), str(two), output=str(tmp_path / "both.html"))).read_text()
-    assert "4 questions are in both evaluations; 4 are in one only" in capsys.readouterr().err
+    said = "4 questions are in both evaluations; 4 are in one only and not listed; the numbers are those of each whole"
+    assert said in " ".join(capsys.readouterr().err.split())
     index = packed(page, "index")
     assert index["systems"] == [str(one), str(two)]
     first, second = (packed((out / "report.html").read_text(), "index")["numbers"][0] for out in (one, two))
@@ -178,8 +180,10 @@ def test_two_evaluations_are_compared_on_the_questions_of_both(
     assert (row["id"], shown) == ("q2", [["5", "5", "4"], ["4", "6", "4"]])
     assert packed(page, "c0")[0]["s"] == [["5", "5", "4"], ["4", "6", "4"]]
     other = evaluation(tmp_path / "c", "4", range(20, 22))
+    same_ids = evaluation(tmp_path / "d", "4", range(6), question="Another one?", reference="5")
     for arguments, options, message in (
         ((one, other), {"output": str(tmp_path / "both.html")}, "no question in common"),
+        ((one, same_ids), {"output": str(tmp_path / "both.html")}, "no question in common"),
         ((one, tmp_path / "a" / "pool.jsonl"), {}, "two of the same kind"),
         ((one, two), {"limit": 3}, "`limit` cannot apply"),
     ):

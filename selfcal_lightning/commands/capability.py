@@ -200,11 +200,16 @@ def describe_values(name: str, values: Sequence[float | None]) -> str:
     Example:
         >>> describe_values("probe", [0.25, 0.75, None])
         'probe: 3 questions, mean capability 0.500 (from 0.250 to 0.750); 1 got none'
+        >>> describe_values("verbalized_before", [None, None])
+        'verbalized_before: none of 2 questions got a value'
     """
     known = [value for value in values if value is not None]
-    mean = math.fsum(known) / len(known) if known else math.nan
-    ends = f" (from {min(known):.3f} to {max(known):.3f})" if known else ""
-    return f"{name}: {len(values):,} questions, mean capability {mean:.3f}{ends}; {len(values) - len(known):,} got none"
+    if not known:
+        return f"{name}: none of {len(values):,} questions got a value"
+    mean, ends = math.fsum(known) / len(known), f"(from {min(known):.3f} to {max(known):.3f})"
+    return (
+        f"{name}: {len(values):,} questions, mean capability {mean:.3f} {ends}; {len(values) - len(known):,} got none"
+    )
 
 
 def _check_source(options: Mapping[str, object]) -> None:

@@ -19,7 +19,7 @@ from selfcal_lightning.data.pools.recorded import RecordedPool
 from selfcal_lightning.engines.settings import EngineSettings
 from selfcal_lightning.evaluation import plan as planning
 from selfcal_lightning.evaluation.calibration import compare_calibration, compare_votes
-from selfcal_lightning.evaluation.curves import THRESHOLDS, StrategySettings, known_labels, reads_texts, settings_json
+from selfcal_lightning.evaluation.curves import THRESHOLDS, StrategySettings, known_labels, reads_texts
 from selfcal_lightning.evaluation.inputs import (
     Inputs,
     ModelInputs,
@@ -82,12 +82,12 @@ def run_evaluate(
     num_resamples: int = 1000,
     training_cost: TrainingCost | None = None,
     tables: Literal["full", "short"] = "short",
-    num_samples: int = 8,
+    num_samples: int = SamplingOptions.num_samples,
     engine: EngineSettings = EngineSettings(),
     sampling: SamplingSettings | None = None,
     prompt: Prompt | None = None,
     query: str = DEFAULT_QUERY,
-    devices: int = 1,
+    devices: int = SamplingOptions.devices,
     seed: int = SEED,
     check: bool = False,
 ) -> dict[str, Any]:
@@ -138,7 +138,7 @@ def run_evaluate(
             the task's.
         query: The confidence query.
         devices: Number of worker processes: one for each GPU, or CPU processes.
-        seed: Seeds sampling, orders and bootstrap.
+        seed: Seeds sampling, orders and the bootstrap of strategies; that of calibration and votes is always the same.
         check: Checks names, paths, memory and disk, prints the plan, and stops before anything is sampled.
     """
     arguments = {**locals(), "plugins": loaded_plugins()}
@@ -159,7 +159,11 @@ def run_evaluate(
     folder = Path(output_dir)
     if pools is not None:
         models = {"before": before, "after": after, "model": model, "adapter": adapter}
-        _refuse("pools", **models, tests=tests, calibration=calibration, prompt=prompt)
+        _refuse(
+            "pools", **models, tests=tests, calibration=calibration, prompt=prompt, sampling=sampling,
+            engine=engine != EngineSettings(), num_samples=num_samples != SamplingOptions.num_samples,
+            query=query != DEFAULT_QUERY, devices=devices != SamplingOptions.devices,
+        )  # fmt: skip
         planning.check_share(calibration_share)
         sources = _sources(pools, task), _sources(calibration_pools or [], task)
         plan = planning.plan_pools(*sources, folder)
@@ -183,7 +187,7 @@ def run_evaluate(
         return {}
     earlier = planning.open_evaluation_folder(folder, _plain(arguments))
     replayed = reads_texts(settings.strategies)
-    results: dict[str, Any] = {"settings": _plain(arguments) | settings_json(settings)}
+    results: dict[str, Any] = {"settings": _plain(arguments) | _plain(vars(settings))}
     if pools is not None:
         inputs = read_pools(*sources, replayed=replayed)
         if (sentence := sides_apart(inputs)) is not None:

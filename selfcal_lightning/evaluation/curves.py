@@ -264,10 +264,6 @@ class StrategySettings:
                 raise InputError(f"Expected `{name}` to be null or numbers of samples from 1, but got {list(values)}.")
 
 
-def settings_json(settings: StrategySettings) -> dict[str, Any]:
-    return {name: list(value) if isinstance(value, tuple | list) else value for name, value in vars(settings).items()}
-
-
 # Fields by (label of the strategy, confidence).
 Tuned = Mapping[tuple[str, str], Mapping[str, Any]]
 

@@ -17,6 +17,7 @@ from selfcal_lightning.confidence.scaling import fit_scaler
 from selfcal_lightning.confidence.splits import halve_pool
 from selfcal_lightning.data.pools.recorded import load_pool, load_recorded_pool
 from selfcal_lightning.data.store.sample_store import SampleStore
+from selfcal_lightning.engines.settings import EngineSettings
 from selfcal_lightning.evaluation.inputs import Inputs, TestSet, split_off_calibration
 from selfcal_lightning.evaluation.metrics import compare_pools, result_keys, verdict
 from selfcal_lightning.evaluation.strategies import TrainingCost
@@ -231,6 +232,8 @@ def test_paper_protocol_writes_the_published_tables(tmp_path: Path) -> None:
         ({"pools": {"m": "x"}, "before": "bundled"}, "`before`"),
         ({"model": "bundled", "task": "gsm8k"}, "`task`"),
         ({"pools": {"m": "x"}, "prompt": Prompt(system="x")}, "`prompt`"),
+        ({"pools": {"m": "x"}, "num_samples": 4}, "no `num_samples` beside pools"),
+        ({"pools": {"m": "x"}, "engine": EngineSettings(dtype="float32")}, "no `engine` beside pools"),
         ({"pools": {"m": "x"}, "thresholds": [1.5]}, r"`thresholds` .*1.5"),
         ({"pools": {"m": "x"}, "strategies": ["magic"]}, "`strategies` .* 'magic'"),
         ({"pools": {"m": "x"}, "num_reshuffles": -1}, "`num_reshuffles` .* -1"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
 
@@ -11,7 +11,7 @@ from selfcal_lightning.confidence import judging
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.core.progress import say
 from selfcal_lightning.data.store.sample_store import SampleStore
-from selfcal_lightning.data.tasks.base import Task, verifier_form
+from selfcal_lightning.data.tasks.base import verifier_form
 from selfcal_lightning.data.tasks.registry import TASKS, get_task
 from selfcal_lightning.engines.base import Engine
 from selfcal_lightning.engines.opening import check_engine, load_chat, open_engine
@@ -102,9 +102,8 @@ def verify_store(
     task: str | None = None,
     max_new_tokens: int = 512,
     overwrite: bool = False,
-    tasks: Callable[[str], Task] = get_task,
 ) -> VerificationReport:
-    found = judging.candidates_of(store.samples(split=split, task=task), tasks)
+    found = judging.candidates_of(store.samples(split=split, task=task))
     origin = {
         "judge": store_fingerprint(engine, chat, SamplingSettings(0.0), 0).model.as_json(),
         "template_sha256": chat.describe()["template_sha256"],
@@ -124,7 +123,7 @@ def verify_store(
     readers: dict[str, str] = {}
 
     def verified(group: QuestionSamples, sample: Sample) -> Sample:
-        form = verifier_form(tasks(group.question.task))
+        form = verifier_form(get_task(group.question.task))
         key = None if form is None else judging.key_of(group, sample, form)
         if key is None or key not in found or grades[key] is None:
             return sample

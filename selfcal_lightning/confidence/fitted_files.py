@@ -22,7 +22,7 @@ VERSION = 3
 THRESHOLD = "threshold"  # all other kinds are confidences
 
 
-def check_fitted_target(path: str | Path, kind: str, *, option: str = "output") -> None:
+def check_fitted_target(path: str | Path, kind: str) -> None:
     """Refuse a path that is neither free nor an earlier fitted file: of a threshold, or of any confidence."""
     is_threshold = kind == THRESHOLD
 
@@ -31,7 +31,7 @@ def check_fitted_target(path: str | Path, kind: str, *, option: str = "output") 
         return record.get("format") == FORMAT and (record.get("kind") == THRESHOLD) == is_threshold
 
     named = "an earlier fitted threshold" if is_threshold else "an earlier fitted confidence"
-    check_replaceable(path, is_own, option=option, kind=named)
+    check_replaceable(path, is_own, option="output", kind=named)
 
 
 def save_fitted(path: str | Path, kind: str, content: Mapping[str, Any]) -> None:

@@ -13,9 +13,10 @@ from selfcal_lightning.core.progress import Progress
 from selfcal_lightning.data.store.annotations import KeyedRecord
 from selfcal_lightning.data.store.shards import question_digest
 from selfcal_lightning.data.tasks.answer_types import split_aliases
-from selfcal_lightning.data.tasks.base import Task, VerifierForm, verifier_form
+from selfcal_lightning.data.tasks.base import VerifierForm, verifier_form
 from selfcal_lightning.data.tasks.extraction import read_letter, stated_short_text
 from selfcal_lightning.data.tasks.judging import CUT
+from selfcal_lightning.data.tasks.registry import get_task
 from selfcal_lightning.engines.base import Engine, ask_for_replies
 from selfcal_lightning.models.chat_format import ChatFormat
 from selfcal_lightning.records import Message, QuestionSamples, Request, Sample, SamplingSettings
@@ -122,11 +123,11 @@ class KeptVerdicts(KeyedRecord):
 CHUNK = 128
 
 
-def candidates_of(groups: Iterable[QuestionSamples], tasks: Callable[[str], Task]) -> dict[Key, Candidate]:
+def candidates_of(groups: Iterable[QuestionSamples]) -> dict[Key, Candidate]:
     """Return the distinct answers to questions with a reference whose tasks are verified by a model."""
     found: dict[Key, Candidate] = {}
     for group in groups:
-        question, form = group.question, verifier_form(tasks(group.question.task))
+        question, form = group.question, verifier_form(get_task(group.question.task))
         if form is None or question.reference is None:
             continue
         for sample in group.samples:

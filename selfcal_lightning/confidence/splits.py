@@ -6,7 +6,7 @@ Questions are identified by id and by content, since one file read as two splits
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -54,14 +54,7 @@ class FittedOn:
         return cls(content["split_hash"], ids, contents, content["num_responses"], content["num_left_out"])
 
     def as_json(self) -> dict[str, Any]:
-        return {
-            "split_hash": self.split_hash,
-            "num_questions": self.num_questions,
-            "num_responses": self.num_responses,
-            "num_left_out": self.num_left_out,
-            "question_hashes": list(self.question_hashes),
-            "content_hashes": list(self.content_hashes),
-        }
+        return {**asdict(self), "num_questions": self.num_questions}
 
     def shared_questions(self, questions: Iterable[str | Question]) -> list[str]:
         """Return the ids of those ``questions`` that were fitted on, under any id, in order."""

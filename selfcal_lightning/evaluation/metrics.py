@@ -107,7 +107,6 @@ def compare_pools(
     *,
     name: str = P_TRUE,
     num_resamples: int = 1000,
-    seed: int = 0,
 ) -> dict[str, MetricChange]:
     """Return each metric before and after with paired intervals, on questions with a confidence on both sides.
 
@@ -118,9 +117,9 @@ def compare_pools(
     sides = [
         scored_responses([entry for entry in pool if entry.question.id in kept], name=name) for pool in (before, after)
     ]
-    found = paired_bootstrap(*sides, metrics=OF_CONFIDENCES, num_resamples=num_resamples, seed=seed)
+    found = paired_bootstrap(*sides, metrics=OF_CONFIDENCES, num_resamples=num_resamples)
     judged = [judged_responses(pool) for pool in (before, after)]
-    found |= paired_bootstrap(*judged, metrics=[PASS_AT_1], num_resamples=num_resamples, seed=seed)
+    found |= paired_bootstrap(*judged, metrics=[PASS_AT_1], num_resamples=num_resamples)
     return {metric: found[metric] for metric in SHORT_NAMES}
 
 

@@ -30,6 +30,7 @@ from selfcal_lightning.evaluation.strategies import StrategyReport
 from selfcal_lightning.evaluation.tables import DASH, STYLES, csv_text, format_estimate, markdown_table, rich_table
 from selfcal_lightning.metrics.bootstrap import Estimate
 from selfcal_lightning.metrics.curves import Proportion
+from selfcal_lightning.metrics.drawing import number
 
 DPI = 120
 MOST_COLUMNS = 4  # besides the names of strategies, on a terminal of 80 columns
@@ -106,7 +107,7 @@ def report_json(report: StrategyReport) -> dict[str, Any]:
 def score_cells(report: StrategyReport) -> dict[str, dict[str, list[str]]]:
     """Return AUROC, AUROC within questions and ECE as text, by side and confidence."""
     return {
-        side: {row.name: [_number(v) for v in (row.auroc, row.within_question_auroc, row.ece)] for row in rows}
+        side: {row.name: [number(v) for v in (row.auroc, row.within_question_auroc, row.ece)] for row in rows}
         for side, rows in report.confidences.items()
     }
 
@@ -143,7 +144,7 @@ def budget_table(rows: Sequence[BudgetRow]) -> Table:
     shown = headline(budgets)
 
     def cells(at: Mapping[Any, Any]) -> Cells:
-        accuracies = [_coloured(_number(at[b].accuracy.value), at[b].change) if b in at else DASH for b in budgets]
+        accuracies = [_coloured(number(at[b].accuracy.value), at[b].change) if b in at else DASH for b in budgets]
         if shown not in at:
             return [*accuracies, DASH, DASH]
         change = at[shown].change
@@ -161,7 +162,7 @@ def short_table(tests: Mapping[str, Sequence[BudgetRow]]) -> Table:
     places = list(dict(placed))
 
     def cell(row: BudgetRow) -> Text:
-        return _coloured(f"{_number(row.accuracy.value)} ({row.samples.value:.1f})", row.change)
+        return _coloured(f"{number(row.accuracy.value)} ({row.samples.value:.1f})", row.change)
 
     heads = ["strategy", *(f"{test}, {side}" for test, side in places)]
     title = f"Accuracy at no more than {shown} samples on average (samples used)"
@@ -175,7 +176,7 @@ def saving_table(rows: Sequence[SavingRow]) -> Table:
     largest = targets[-1]
     has_chosen = any(row.chosen is not None for row in rows)
     last = f"chosen for {largest} votes" if has_chosen else f"saved at {largest}"
-    heads = ["strategy", *(f"{target}: {_number(accuracies[target])}" for target in targets), last]
+    heads = ["strategy", *(f"{target}: {number(accuracies[target])}" for target in targets), last]
 
     def cells(at: Mapping[Any, Any]) -> Cells:
         end = _chosen(at[largest]) if has_chosen else _percent(at[largest].saving)
@@ -341,7 +342,7 @@ def _consensus_cells(row: ConsensusRow, scores: Mapping[str, Sequence[str]]) -> 
         *(scores.get(name) or (DASH, DASH, DASH)),
         f"{row.share.value:.1%}" if row.share.value is not None else DASH,
         _proportion(row.correct),
-        _number(row.aurc),
+        number(row.aurc),
     ]
 
 
@@ -364,7 +365,3 @@ def _questions(row: BreakEvenRow) -> str:
     counts = (row.questions, row.questions_low, row.questions_high)
     words = [NEVER if count is None else f"{count:,}" for count in counts]
     return words[0] if row.questions is None else f"{words[0]} [{words[1]}, {words[2]}]"
-
-
-def _number(value: float | None) -> str:
-    return DASH if value is None else f"{value:.3f}"

@@ -8,8 +8,7 @@ _NAMES = {
         paired_bootstrap question_bootstrap resample_counts
     """,
     "calibration": """
-        ErrorBounds ReliabilityBins brier_score debiased_calibration_error expected_calibration_error
-        maximum_calibration_error reliability_bins
+        ErrorBounds ReliabilityBins brier_score debiased_calibration_error expected_calibration_error reliability_bins
     """,
     "capability": """
         ErrorParts TargetGap agreeing_pairs drawn_verdicts error_parts expected_accuracy pass_at_k random_brier
@@ -21,7 +20,7 @@ _NAMES = {
         risk_coverage setting_within wilson_interval
     """,
     "discrimination": """
-        WithinQuestion auprc aurc auroc kendall pearson roc_curve spearman within_question_discrimination
+        WithinQuestion aurc auroc kendall pearson roc_curve spearman within_question_discrimination
     """,
     "group_rewards": """
         anchored_soft_share group_advantages majority majority_answer reward_accuracy share soft_share

@@ -97,11 +97,11 @@ def check_positive(value: int, name: str) -> None:
         raise InputError(f"Expected `{name}` to be a positive integer, but got {value!r}.")
 
 
-def question_codes(question_index: Array, name: str = "question_index") -> tuple[NDArray[Any], Integers]:
+def question_codes(question_index: Array) -> tuple[NDArray[Any], Integers]:
     """Return the sorted distinct questions [Q] and, for every response, the position of its question [N]."""
     questions = as_array(question_index)
     if questions.ndim != 1:
-        raise InputError(f"Expected `{name}` to be one-dimensional, but got shape {questions.shape}.")
+        raise InputError(f"Expected `question_index` to be one-dimensional, but got shape {questions.shape}.")
     distinct, codes = np.unique(questions, return_inverse=True)
     return distinct, codes.astype(np.int64)
 

@@ -22,11 +22,9 @@ Reference:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 
-from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.metrics.arrays import (
     Array,
     Floats,
@@ -39,8 +37,6 @@ from selfcal_lightning.metrics.arrays import (
     question_codes,
     uniform_edges,
 )
-
-Binning = Literal["uniform", "quantile"]
 
 
 @dataclass(frozen=True)
@@ -84,45 +80,35 @@ class ReliabilityBins:
 
     @property
     def maximum_error(self) -> float | None:
-        """Largest absolute gap of a filled bin; None without responses."""
+        """Largest absolute gap of a filled bin (Guo et al., 2017, equation 5); None without responses."""
         return float(np.nanmax(np.abs(self.gap))) if self.count.any() else None
 
 
-def reliability_bins(
-    confidence: Array, correct: Array, *, num_bins: int = 10, binning: Binning = "uniform"
-) -> ReliabilityBins:
-    """Sort responses into bins of confidence.
+def reliability_bins(confidence: Array, correct: Array, *, num_bins: int = 10) -> ReliabilityBins:
+    """Sort responses into bins of confidence of equal width.
 
     Args:
         confidence: Confidences [N] in [0, 1].
         correct: Labels [N].
-        num_bins: B. With "quantile", equal edges are merged, so there may be fewer.
-        binning: "uniform" for bins of equal width, "quantile" for bins of about equal numbers of responses.
+        num_bins: B.
 
     Example:
         >>> bins = reliability_bins([0.1, 0.8, 0.9, 1.0], [False, True, True, False], num_bins=2)
         >>> bins.count.tolist(), bins.confidence.round(3).tolist(), bins.accuracy.round(3).tolist()
         ([1, 3], [0.1, 0.9], [0.0, 0.667])
     """
-    if binning not in ("uniform", "quantile"):
-        raise InputError(f'Expected `binning` to be "uniform" or "quantile", but got {binning!r}.')
     probabilities, labels = as_probabilities(confidence), as_probabilities(correct, "correct")
     check_same_length(confidence=probabilities, correct=labels)
     edges = uniform_edges(num_bins)
-    if binning == "quantile" and len(probabilities):
-        # Each response falls into exactly one bin even if many confidences are equal.
-        edges = np.unique(np.concatenate([[0.0], np.quantile(probabilities, edges[1:-1]), [1.0]]))
     index = bin_index(probabilities, edges)
     count, confidence_sum, correct_sum = (
-        np.bincount(index, weights=weights, minlength=len(edges) - 1).astype(np.float64)
+        np.bincount(index, weights=weights, minlength=num_bins).astype(np.float64)
         for weights in (None, probabilities, labels)
     )
     return ReliabilityBins.from_sums(edges, count, confidence_sum, correct_sum)
 
 
-def expected_calibration_error(
-    confidence: Array, correct: Array, *, num_bins: int = 10, binning: Binning = "uniform"
-) -> float | None:
+def expected_calibration_error(confidence: Array, correct: Array, *, num_bins: int = 10) -> float | None:
     """Compute the expected calibration error, in [0, 1]; lower is better. None without responses.
 
     ``ECE = sum_b n_b / N * |accuracy_b - mean confidence_b|`` over the bins b of :func:`reliability_bins`; the last one
@@ -135,22 +121,7 @@ def expected_calibration_error(
     Reference:
         Guo et al., On Calibration of Modern Neural Networks, 2017, equation 3.
     """
-    return reliability_bins(confidence, correct, num_bins=num_bins, binning=binning).expected_error
-
-
-def maximum_calibration_error(
-    confidence: Array, correct: Array, *, num_bins: int = 10, binning: Binning = "uniform"
-) -> float | None:
-    """Compute the largest gap between accuracy and mean confidence of a filled bin, in [0, 1]; lower is better.
-
-    Example:
-        >>> maximum_calibration_error([0.25, 0.25, 1.0], [False, False, True])
-        0.25
-
-    Reference:
-        Guo et al., On Calibration of Modern Neural Networks, 2017, equation 5.
-    """
-    return reliability_bins(confidence, correct, num_bins=num_bins, binning=binning).maximum_error
+    return reliability_bins(confidence, correct, num_bins=num_bins).expected_error
 
 
 def brier_score(confidence: Array, correct: Array) -> float | None:

@@ -112,8 +112,8 @@ def risk_coverage(confidence: Array, correct: Array) -> RiskCoverage:
     return RiskCoverage((last + 1) / max(len(ordered), 1), wrong[last] / (last + 1), ordered[last])
 
 
-def wilson_interval(successes: int, total: int, *, level: float = 0.95) -> Proportion:
-    """Return the share of ``successes`` in ``total`` trials with its Wilson score interval.
+def wilson_interval(successes: int, total: int) -> Proportion:
+    """Return the share of ``successes`` in ``total`` trials with its 95 % Wilson score interval.
 
     Example:
         >>> share = wilson_interval(9, 10)
@@ -129,7 +129,7 @@ def wilson_interval(successes: int, total: int, *, level: float = 0.95) -> Propo
         raise InputError(f"Expected `successes` to lie between 0 and {total}, but got {successes}.")
     if total == 0:
         return Proportion(None, None, None, 0)
-    ends = binomtest(successes, total).proportion_ci(level, method="wilson")
+    ends = binomtest(successes, total).proportion_ci(0.95, method="wilson")
     return Proportion(successes / total, float(ends.low), float(ends.high), total)
 
 

@@ -99,22 +99,6 @@ def roc_curve(confidence: Array, correct: Array) -> tuple[Floats, Floats, Floats
     return metrics.roc_curve(labels, np.nan_to_num(scores), drop_intermediate=False)
 
 
-def auprc(confidence: Array, correct: Array) -> float | None:
-    """Compute the average precision, in [0, 1]: the area under the precision-recall curve, as a step function.
-
-    ``AP = sum_t (R_t - R_{t-1}) P_t`` over the distinct scores t in falling order, R recall and P precision. None if no
-    response is right.
-
-    Example:
-        >>> auprc([0.9, 0.8, 0.1], [True, False, False])
-        1.0
-    """
-    from sklearn import metrics
-
-    scores, labels = _checked(confidence, correct)
-    return float(metrics.average_precision_score(labels, np.nan_to_num(scores))) if labels.any() else None
-
-
 def aurc(confidence: Array, correct: Array) -> float | None:
     """Compute the area under the risk-coverage curve, in [0, 1]; lower is better.
 

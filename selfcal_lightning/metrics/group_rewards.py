@@ -125,6 +125,7 @@ def _without_gaps(shares: Sequence[float | None], answers: Sequence[str | None])
 
 
 Scale = Literal["group", "none", "batch"]
+LEAST_SPREAD = 1e-6  # of rewards; below it they differ by rounding
 
 
 def group_advantages(
@@ -132,12 +133,11 @@ def group_advantages(
     *,
     scale: Scale = "group",
     leave_one_out: bool = False,
-    minimum_spread: float = 1e-6,
 ) -> list[list[float | None]]:
     """Compute how much better each response is than its group, optionally in units of a reward spread.
 
     ``A = (r - mean) / std``. The mean is over the group, or over its other members; None rewards are left out. In a
-    group whose spread is at most ``minimum_spread``, or with a single reward, all advantages are 0.
+    group whose standard deviation is at most a millionth, or with a single reward, all advantages are 0.
 
     Args:
         rewards: Rewards of the responses of each group, one group per question.
@@ -145,7 +145,6 @@ def group_advantages(
             that of all rewards, "none" by nothing, which does not favour questions of small spread.
         leave_one_out: Whether to compare a response with the mean of the others, which makes the baseline independent
             of its own reward and the difference ``n / (n - 1)`` times as large.
-        minimum_spread: Largest standard deviation that counts as no spread, at least 0.
 
     Example:
         >>> group_advantages([[1.0, 0.0, None], [1.0, 1.0]], scale="none")
@@ -157,8 +156,6 @@ def group_advantages(
     """
     if scale not in ("group", "none", "batch"):
         raise InputError(f'Expected `scale` to be "group", "none" or "batch", but got {scale!r}.')
-    if not minimum_spread >= 0.0:
-        raise InputError(f"Expected `minimum_spread` to be at least 0, but got {minimum_spread}.")
     known = [[reward for reward in group if reward is not None] for group in rewards]
     for numbers in known:
         if not all(map(math.isfinite, numbers)):
@@ -167,7 +164,7 @@ def group_advantages(
     advantages: list[list[float | None]] = []
     for group, values in zip(rewards, known, strict=True):
         size, spread = len(values), _spread(values)
-        if size < 2 or spread <= minimum_spread:
+        if size < 2 or spread <= LEAST_SPREAD:
             advantages.append([None if reward is None else 0.0 for reward in group])
             continue
         mean, unit = math.fsum(values) / size, {"group": spread, "batch": overall, "none": 1.0}[scale]

@@ -224,10 +224,6 @@ class WithinQuestionAUROC(ExactMetric):
     ``update`` takes scores [B] (any real numbers), labels [B] and the question of each response [B], the same number in
     every process; ``compute`` returns a float64 scalar in [0, 1], NaN if no question has both.
 
-    Args:
-        average: "question" for the mean over questions, "pair" for the share of concordant pairs of all questions.
-        kwargs: Passed to ``torchmetrics.Metric``.
-
     Example:
         >>> metric = WithinQuestionAUROC()
         >>> metric.update(torch.tensor([0.9, 0.5, 0.6, 0.6]), torch.tensor([1, 0, 1, 0]), torch.tensor([0, 0, 1, 1]))
@@ -240,11 +236,8 @@ class WithinQuestionAUROC(ExactMetric):
     responses: list[Tensor]
     questions: list[Tensor]
 
-    def __init__(self, *, average: Literal["question", "pair"] = "question", **kwargs: Any) -> None:
+    def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        if average not in ("question", "pair"):
-            raise InputError(f'Expected `average` to be "question" or "pair", but got {average!r}.')
-        self.average = average
         self.add_rows("responses", width=2, dtype=torch.float64)
         self.add_rows("questions", width=1, dtype=torch.int64)
 
@@ -256,7 +249,7 @@ class WithinQuestionAUROC(ExactMetric):
     def compute(self) -> Tensor:
         responses, questions = self.rows("responses").cpu(), self.rows("questions").cpu()
         result = within_question_discrimination(responses[:, 0], responses[:, 1], questions[:, 0])
-        return _scalar(result.mean if self.average == "question" else result.pooled, self.device)
+        return _scalar(result.mean, self.device)
 
 
 def _scalar(value: float | None, device: torch.device) -> Tensor:

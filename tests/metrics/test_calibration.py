@@ -32,7 +32,6 @@ from selfcal_lightning.metrics.calibration import (
     brier_score,
     debiased_calibration_error,
     expected_calibration_error,
-    maximum_calibration_error,
     reliability_bins,
 )
 from selfcal_lightning.metrics.streaming import BinnedCalibrationError
@@ -81,20 +80,19 @@ def test_calibration_equals_the_vectors(vectors: Vectors) -> None:
     for case in vectors("calibration_discrimination")["cases"]:
         confidence, correct = case["confidences"], case["correct"]
         assert expected_calibration_error(confidence, correct) == pytest.approx(case["ece10"], abs=1e-6)
-        assert maximum_calibration_error(confidence, correct) == pytest.approx(case["mce"], abs=1e-6)
+        assert reliability_bins(confidence, correct).maximum_error == pytest.approx(case["mce"], abs=1e-6)
         assert brier_score(confidence, correct) == pytest.approx(case["brier"], abs=1e-6)
 
 
 @settings(deadline=None)
-@given(RESPONSES, st.sampled_from([1, 2, 7, 10]), st.sampled_from(["uniform", "quantile"]))
-def test_errors_equal_naive_loops(responses: list[tuple[float, bool]], num_bins: int, binning: str) -> None:
+@given(RESPONSES, st.sampled_from([1, 2, 7, 10]))
+def test_errors_equal_naive_loops(responses: list[tuple[float, bool]], num_bins: int) -> None:
     confidence, correct = [c for c, _ in responses], [y for _, y in responses]
-    bins = reliability_bins(confidence, correct, num_bins=num_bins, binning=binning)
+    bins = reliability_bins(confidence, correct, num_bins=num_bins)
     edges = np.append(bins.lower, 1.0)
     expected, maximum = _reference_naive_calibration_errors(confidence, correct, edges)
-    options = {"num_bins": num_bins, "binning": binning}
-    assert expected_calibration_error(confidence, correct, **options) == pytest.approx(expected, abs=1e-12)
-    assert maximum_calibration_error(confidence, correct, **options) == pytest.approx(maximum, abs=1e-12)
+    assert expected_calibration_error(confidence, correct, num_bins=num_bins) == pytest.approx(expected, abs=1e-12)
+    assert bins.maximum_error == pytest.approx(maximum, abs=1e-12)
     assert bins.count.sum() == len(responses)
 
 
@@ -125,7 +123,6 @@ def test_tensors_and_sequences_give_the_same(dtype: torch.dtype) -> None:
         ([0.5], [True, False], {}, r"same length, but got \(1, 2\)"),
         ([[0.5]], [True], {}, "one-dimensional"),
         ([0.5], [True], {"num_bins": 0}, "`num_bins` .* got 0"),
-        ([0.5], [True], {"binning": "equal"}, "`binning` .* 'equal'"),
     ],
 )
 def test_wrong_arguments_are_named(
@@ -143,14 +140,14 @@ def test_streamed_bins_and_errors_equal_the_functions_also_on_edges(num_bins: in
     confidence = torch.cat([edges, tenths, tenths.float().double()])
     correct = torch.arange(len(confidence)) % 2
     function = reliability_bins(confidence, correct, num_bins=num_bins)
-    for norm, error in (("l1", expected_calibration_error), ("max", maximum_calibration_error)):
+    for norm, error in (("l1", function.expected_error), ("max", function.maximum_error)):
         metric = BinnedCalibrationError(num_bins, norm=norm)
         for rows in torch.arange(len(confidence)).split(9):
             metric.update(confidence[rows], correct[rows])
         for name in ("lower", "upper", "count", "confidence", "accuracy"):
             assert_allclose(getattr(metric.bins(), name), getattr(function, name), atol=1e-12)
         assert metric.compute().dtype == torch.float64
-        assert metric.compute().item() == pytest.approx(error(confidence, correct, num_bins=num_bins), abs=1e-12)
+        assert metric.compute().item() == pytest.approx(error, abs=1e-12)
 
 
 NUM_SETS, NUM_QUESTIONS, NUM_RESPONSES, NUM_RESAMPLES = 200, 150, 6, 200

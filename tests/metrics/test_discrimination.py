@@ -15,7 +15,6 @@ from scipy import stats
 
 from selfcal_lightning.metrics.discrimination import (
     WithinQuestion,
-    auprc,
     aurc,
     auroc,
     roc_curve,
@@ -120,8 +119,6 @@ def test_one_class_is_unknown() -> None:
         assert within_question_discrimination([0.1, 0.9], correct, [0, 0]) == WithinQuestion(None, None, 0)
     assert auroc([], []) is None
     assert aurc([], []) is None
-    assert auprc([0.5], [False]) is None
-    assert auprc([0.5], [True]) == 1.0
 
 
 def test_scores_need_be_no_probabilities() -> None:
@@ -134,7 +131,7 @@ def test_scores_need_be_no_probabilities() -> None:
     [([True, None], "Expected `correct` to be known"), ([0.5, 1.0], "Expected `correct` to hold 0 or 1 only")],
 )
 def test_labels_must_be_known(correct: list[Any], message: str) -> None:
-    for function in (auroc, auprc, aurc, roc_curve):
+    for function in (auroc, aurc, roc_curve):
         with pytest.raises(ValueError, match=message):
             function([0.1, 0.2], correct)
     with pytest.raises(ValueError, match="same length"):
@@ -153,8 +150,7 @@ def test_streamed_values_are_those_of_the_functions() -> None:
     within = within_question_discrimination(*columns)
     for metric, num_columns, expected in (
         (ConfidenceAUROC(), 2, auroc(*columns[:2])),
-        (WithinQuestionAUROC(average="question"), 3, within.mean),
-        (WithinQuestionAUROC(average="pair"), 3, within.pooled),
+        (WithinQuestionAUROC(), 3, within.mean),
     ):
         for rows in torch.arange(600).split(130):
             metric.update(*(column[rows] for column in columns[:num_columns]))

@@ -24,7 +24,7 @@ from selfcal_lightning.metrics.calibration import (
     brier_score,
     expected_calibration_error,
     half_budget_threshold,
-    maximum_calibration_error,
+    reliability_bins,
 )
 from selfcal_lightning.metrics.discrimination import auroc, spearman, within_question_discrimination
 from selfcal_lightning.metrics.streaming import BinnedCalibrationError, ConfidenceAUROC, WithinQuestionAUROC
@@ -225,7 +225,7 @@ def _expected(confidence: np.ndarray, correct: np.ndarray, target: np.ndarray, q
     difference = np.abs(confidence - target)
     return {
         "calibration/ECE": expected_calibration_error(confidence, correct),
-        "calibration/MCE": maximum_calibration_error(confidence, correct),
+        "calibration/MCE": reliability_bins(confidence, correct).maximum_error,
         "calibration/Brier": brier_score(confidence, correct),
         "discrimination/AUROC": auroc(confidence, correct),
         "discrimination/WithinQuestionAUROC": within.mean,

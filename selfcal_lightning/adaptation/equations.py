@@ -14,7 +14,8 @@ from itertools import pairwise
 from typing import NamedTuple
 
 _NUMBER = r"[0-9]+(?:,[0-9]{3})+(?:\.[0-9]+)?|[0-9]+(?:\.[0-9]+)?|\.[0-9]+"
-_TIMES = r"\\times|\\cdot|(?<=[0-9 ])x(?=[0-9 ])"
+# An "x" multiplies what begins with a digit, a point or a bracket: in "3x - 2 = 7" it is an unknown.
+_TIMES = r"\\times|\\cdot|(?<=[0-9 ])x(?=[0-9]| +[0-9.$(])"
 _RUN = re.compile(rf"(?:[0-9.,+\-*/×÷·−()%$= \t]|{_TIMES}|\\div)+")
 _TOKEN = re.compile(rf"{_NUMBER}|{_TIMES}|\\div|[-+*/×÷·−()%.,]")
 _SIGN = {"×": "*", "·": "*", "x": "*", r"\times": "*", r"\cdot": "*", "÷": "/", r"\div": "/", "−": "-"}
@@ -136,7 +137,8 @@ def _depth(tokens: list[_Token]) -> int:
 
 def _side(tokens: list[_Token]) -> _Side | None:
     value = _value([token.text for token in tokens])
-    return None if value is None else _Side(tokens[0].start, tokens[-1].end, value, len(tokens) > 1)
+    is_signed = bool(tokens) and tokens[0].text in "-−"  # a sign computes nothing
+    return None if value is None else _Side(tokens[0].start, tokens[-1].end, value, len(tokens) > 1 + is_signed)
 
 
 def _holds(left: Fraction, right: Fraction, written: str) -> bool:

@@ -27,8 +27,8 @@ LogMetric = Callable[[str, float], None]
 CLIP = 0.01
 _NUMBER = r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?"
 _STATED = re.compile(
-    rf"<confidence>\s*(?P<tagged>{_NUMBER})(?:\s*(?P<percent1>%))?\s*</confidence>"
-    rf"|\bconfidence\b[*_`]*\s*(?:is\b|[:=])[*_`]*\s*(?P<named>{_NUMBER})(?:\s*(?P<percent2>%))?",
+    rf"<confidence>\s*(?P<tagged>{_NUMBER})(?:\s*(?P<percent1>\\?%))?\s*</confidence>"
+    rf"|\bconfidence\b[*_`]*\s*(?:is\b|[:=])[*_`\s]*(?P<named>{_NUMBER})(?:\s*(?P<percent2>\\?%))?",
     re.IGNORECASE,
 )
 

@@ -31,6 +31,8 @@ COLUMNS = {"answer": ["7"] * 4, "data_source": [SOURCE] * 4, "trainer_state": No
     [
         ("Confidence: 0.8", 0.8, 0.8),
         ("**Confidence:** 80 %", 0.8, 0.8),
+        ("Confidence: **80%**", 0.8, 0.8),
+        (r"Confidence: `80\%`", 0.8, 0.8),
         ("my confidence is .5.", 0.5, 0.5),
         ("Confidence: 0.2, no: Confidence = 1", 1.0, 1.0),
         ("<confidence> 9e-1 </confidence>", 0.9, 0.9),

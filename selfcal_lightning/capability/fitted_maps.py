@@ -135,7 +135,8 @@ class PassAtKMaps:
     def transform(self, scores: Array) -> Floats:
         """Return the predicted pass@k [K, Q] of scores [Q]."""
         values = as_scores(scores, "scores")
-        return np.array([np.interp(values, x, y) for x, y in zip(self.x, self.y, strict=True)]).reshape(len(self.k), -1)
+        rows = [np.interp(values, x, y) for x, y in zip(self.x, self.y, strict=True)]
+        return np.array(rows).reshape(len(self.k), len(values))
 
 
 def isotonic_knots(scores: Array, targets: Array) -> tuple[tuple[float, ...], tuple[float, ...]]:

@@ -219,6 +219,8 @@ def test_maps_are_those_of_the_functions() -> None:
     np.testing.assert_allclose(ways["inflated_beta"][1], inflated.pass_at_k(other, 2))
     assert np.isnan(ways["maps"][1]).all()
     assert not np.isnan(ways["maps"][0]).any()
+    beyond = fit_capability_maps(p, correct, samples, ks=[16]).pass_at_k(other, (16,))
+    assert np.isnan(beyond["maps"]).all(), "eight responses have no map for sixteen"
     with pytest.raises(InputError, match="`map` to be one of isotonic, quantile"):
         maps.apply("isotone", other)  # type: ignore[arg-type]
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
@@ -137,19 +137,20 @@ def label_of(entry: QuestionSamples, kind: LabelKind, *, picked: str | None) -> 
     if text is None:
         return Label(kind)
     votes = Counter(answer for answer in answers if answer)
-    # A gold answer may be written in another way than theirs.
-    agreeing = sum(bool(sample.correct) for sample in entry.samples) if kind == "reference" else votes[text]
-    others = [count for answer, count in votes.items() if answer != text]
     size = len(answers)
-    margin = None if kind == "reference" else (agreeing - max(others, default=0)) / size
-    return Label(kind, text, agreeing / size, confidence_share(entry.samples, text), margin)
+    if kind == "reference":  # it may be written in another way than their answers
+        right = [sample.answer for sample in entry.samples if sample.answer and sample.correct]
+        return Label(kind, text, len(right) / size, confidence_share(entry.samples, set(right)))
+    others = [count for answer, count in votes.items() if answer != text]
+    margin = (votes[text] - max(others, default=0)) / size
+    return Label(kind, text, votes[text] / size, confidence_share(entry.samples, {text}), margin)
 
 
-def confidence_share(samples: Sequence[Sample], answer: str) -> float | None:
-    """Return the share of P(True) over the readable responses that lies on an answer; None without any."""
+def confidence_share(samples: Sequence[Sample], answers: Collection[str]) -> float | None:
+    """Return the share of P(True) over the readable responses that lies on some answers; None without any."""
     masses = _masses(samples)
     total = math.fsum(masses.values())
-    return masses.get(answer, 0.0) / total if total > 0.0 else None
+    return math.fsum(masses.get(answer, 0.0) for answer in answers) / total if total > 0.0 else None
 
 
 def _masses(samples: Sequence[Sample]) -> dict[str, float]:
@@ -254,7 +255,7 @@ def score_of(entry: QuestionSamples, sample: Sample, name: str, fusion: Fusion |
     if name == SHARE:
         return sum(other.answer == sample.answer for other in entry.samples) / len(entry.samples)
     if name == SSC:
-        return confidence_share(entry.samples, sample.answer)
+        return confidence_share(entry.samples, {sample.answer})
     if name == FUSED and fusion is not None:
         return fusion.score_sample(sample)
     return confidence_of(sample, name)
@@ -285,5 +286,5 @@ def _keep(rows: Sequence[SelectedRow], settings: SelectionSettings) -> tuple[lis
 
 def _urgency(score: float, order: str) -> float:
     if order == "informative":
-        return -abs(score - 0.5)
+        return -round(abs(score - 0.5), 9)  # .3 and .7 are as near, in spite of floats
     return score if order == "easiest" else -score

@@ -93,6 +93,12 @@ def test_nothing_is_dropped_uncounted(seed: int, keep: str, label: str) -> None:
             assert confidence_of(chosen, "mean_logprob") == best
 
 
+def test_shares_on_either_side_of_one_half_are_as_near_to_it() -> None:
+    entries = [sums_entry(number, right=right, num_samples=10) for number, right in enumerate((3, 7))]
+    rows = _rows(entries, threshold=0.7, order="informative")
+    assert [(row.keep_score, row.kept) for row in rows] == [(0.3, True), (0.7, True)]
+
+
 def without_scores(number: int) -> QuestionSamples:
     entry = sums_entry(number)
     return replace(entry, samples=tuple(replace(s, logprob=None, yes_mass=None) for s in entry.samples))
@@ -114,6 +120,9 @@ def test_labels() -> None:
     assert by_confidence.confidence == pytest.approx(0.8 / 1.4)
     gold = label_of(entry, "reference", picked="10")
     assert (gold.text, gold.share) == ("7", 0.25)
+    rewritten = replace(entry, question=replace(entry.question, reference="7.0"))
+    assert replace(label_of(rewritten, "reference", picked=None), text="7") == gold
+    assert gold.confidence == by_confidence.confidence
     assert label_of(entry, "none", picked="10").text is None
 
 

@@ -242,7 +242,7 @@ class Evaluation:
                 query=self.query, prompt=self.prompt,
             )
         )  # fmt: skip
-        return read_set(store)
+        return read_set(store).first(num_samples)  # a store of an earlier or shared evaluation may have more
 
 
 def sampling_run(

@@ -21,6 +21,7 @@ from support.trainers import SaveAt
 from support.training_runs import trainer_with
 
 import selfcal_lightning.adaptation.module as adaptation
+from selfcal_lightning.adaptation import runs
 from selfcal_lightning.adaptation.module import PolicySettings, policy_parts
 from selfcal_lightning.callbacks import adaptation_guard
 from selfcal_lightning.callbacks.adaptation_guard import AdaptationGuard, restore
@@ -30,6 +31,7 @@ from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.datamodules.adaptation import RolloutDataModule
 from selfcal_lightning.datamodules.questions import QuestionSource
+from selfcal_lightning.engines.settings import EngineSettings
 from selfcal_lightning.models.lora import LoraSettings, adapter_difference, adapter_state
 from selfcal_lightning.records import Question, SamplingSettings
 from selfcal_lightning.training.rounds import adapter_folder, checkpoint_file, keep_adapter
@@ -234,6 +236,18 @@ def test_the_guard_compares_the_questions_that_are_learnt(store: str, monkeypatc
 def test_what_the_module_states_and_the_data_must_agree(tiny_model: str, store: str) -> None:
     with pytest.raises(InputError, match="`target` is None in the module"):
         trainer_with(max_epochs=1).fit(module_of(tiny_model), datamodule=data_of(tiny_model, store, target="round"))
+
+
+def test_an_evaluation_reads_as_many_samples_as_it_asked_for(store: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder of another evaluation, whose base model drew more, may be shared."""
+    place, sampling = Path(store), SamplingSettings()
+    slices = {place.parent.name: runs.QuestionSlice("word_problems")}
+    evaluation = runs.Evaluation(
+        "m", None, place, slices, sampling, [], 2, EngineSettings(), 0, "?", None, place.parents[1], place.parents[1]
+    )
+    monkeypatch.setattr(runs, "sample_questions", lambda run: None)
+    found = evaluation._sample(place.parent.name, place.name, sampling, num_samples=3)
+    assert {len(entry.samples) for entry in found.entries} == {3}
 
 
 SOURCES = [QuestionSource("word_problems", split="test_id", limit=6)]

@@ -109,7 +109,9 @@ def _settle(
 ) -> None:
     """Update the settings of every callback of a class, or add one with ``otherwise`` too."""
     callbacks = trainer.get("callbacks") or []
-    trainer["callbacks"] = callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
+    callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
+    # A callback without settings may be given by its name alone.
+    trainer["callbacks"] = callbacks = [{"class_path": one} if isinstance(one, str) else one for one in callbacks]
     mine = [one for one in callbacks if one["class_path"].rpartition(".")[2] == class_path.rpartition(".")[2]]
     if not mine:
         callbacks.append(one := {"class_path": class_path, "init_args": dict(otherwise or {})})

@@ -204,14 +204,16 @@ def test_what_a_stage_writes_lies_in_its_folder(tmp_path: Path) -> None:
     """Callbacks of the user's file keep their settings; what a resumed run needs is added."""
     settings = read_stage("demo.yaml", {}, stage="tune")
     settings["trainer"]["callbacks"] = [
-        {"class_path": "ModelCheckpoint", "init_args": {"dirpath": "elsewhere", "every_n_train_steps": 7}}
+        {"class_path": "ModelCheckpoint", "init_args": {"dirpath": "elsewhere", "every_n_train_steps": 7}},
+        "RichProgressBar",
     ]
     laid = lay_out(settings, tmp_path, base_model="other")
-    by_name = {one["class_path"].rpartition(".")[2]: one["init_args"] for one in laid["trainer"]["callbacks"]}
+    by_name = {one["class_path"].rpartition(".")[2]: one.get("init_args") for one in laid["trainer"]["callbacks"]}
     assert by_name == {
         "ModelCheckpoint": {"dirpath": str(tmp_path / "checkpoints"), "every_n_train_steps": 7},
         "AdapterExport": {"output_dir": str(tmp_path / "adapter")},
         "SSCGeneration": {},
+        "RichProgressBar": None,
     }
     assert laid["trainer"]["logger"]["init_args"]["save_dir"] == str(tmp_path)
     assert settings["trainer"]["callbacks"][0]["init_args"]["dirpath"] == "elsewhere"

@@ -46,10 +46,6 @@ class PolicyBatch(SSCBatch):
 
     advantage: Tensor  # reward of each row over those of its group; 0 where it has none, float32 [B]
 
-    def __init__(self, *, advantage: Tensor, **fields: Tensor | tuple | None) -> None:
-        super().__init__(**fields)  # type: ignore[arg-type]
-        self.__dict__["advantage"] = advantage
-
 
 Ratio = Literal["token", "sequence"]
 

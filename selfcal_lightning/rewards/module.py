@@ -22,7 +22,6 @@ from selfcal_lightning.models.chat_format import DEFAULT_QUERY, ChatFormat, Prom
 from selfcal_lightning.models.folders import DIGESTS, check_model, load_config, model_folder, read_manifest
 from selfcal_lightning.models.lora import LoraSettings
 from selfcal_lightning.models.outputs import has_plain_head, read_hidden
-from selfcal_lightning.models.packing import PrefixTree, check_trees, tree_position_ids
 from selfcal_lightning.rewards import heads
 from selfcal_lightning.rewards.formats import QUANTILE_PRM, RewardFormat, quantiles_of, reward_format
 from selfcal_lightning.rewards.heads import StepScores, monotone_quantiles
@@ -30,7 +29,7 @@ from selfcal_lightning.rewards.layouts import RewardEncoder
 from selfcal_lightning.rewards.metrics import PREFIXES, QuantileMetrics, StepMetrics
 from selfcal_lightning.rewards.rates import RewardTarget, check_target
 from selfcal_lightning.rewards.reading import RewardFile
-from selfcal_lightning.training.batches import FrozenBatch, ScoredRows
+from selfcal_lightning.training.batches import ResponseBatch, ScoredRows
 from selfcal_lightning.training.calibrated_model import CalibratedModel
 from selfcal_lightning.training.checkpoints import check_base_model, check_trained, dropout_stream
 from selfcal_lightning.training.losses import pinball_loss, row_means, share_of_step, soft_cross_entropy
@@ -51,15 +50,12 @@ if TYPE_CHECKING:
 ROW_COLUMNS = ("last_place", "target", "correct", "weight", "task", "row")
 
 
-class RewardBatch(FrozenBatch):
+class RewardBatch(ResponseBatch):
     """A batch of B responses with M places at which a reward model gives the chance of a right answer. Immutable.
 
-    The places of a response are the last token of its prompt and of each of its steps. Rows are separate or packed, as
-    in ``SSCBatch``; there is no confidence query.
+    The places of a response are the last token of its prompt and of each of its steps; there is no confidence query.
     """
 
-    input_ids: Tensor  # int64 [S, T]
-    attention_mask: Tensor  # 1 at real tokens, int64 [S, T]
     place: Tensor  # position in the flattened S * T tokens, int64 [M]
     place_row: Tensor  # int64 [M]; the places of a row are adjacent and in order
     place_kind: Tensor  # index in ``data.steps.POSITIONS``, int64 [M]
@@ -67,39 +63,15 @@ class RewardBatch(FrozenBatch):
     place_rate: Tensor  # observed share of right continuations; nan where unknown, float32 [M]
     place_rollouts: Tensor  # number of those continuations, int64 [M]
     last_place: Tensor  # the place at the end of each response, int64 [B]; -1 without a step
-    target: Tensor  # target of the whole response, float32 [B]
-    correct: Tensor  # 1 right, 0 wrong, nan unknown, float32 [B]
     weight: Tensor  # of the row in the loss, float32 [B]
     total: Tensor  # sum of ``weight`` over the optimiser step (all processes and micro-batches), scalar
-    question_index: Tensor  # equal for rows of one question, on every process, int64 [B]
-    task: tuple[str, ...]  # of each row
-    row: Tensor  # index in the training table, int64 [B]; -1 for rows that fill a short step
-    trees: tuple[PrefixTree, ...]  # prompts and branches of a packed sequence
-    position_ids: Tensor | None  # position of each token of a packed sequence in its own text, int64 [1, T]
 
-    def __init__(self, **fields: Any) -> None:
-        fields = {"trees": (), "position_ids": None, **fields}
-        if fields.keys() != RewardBatch.__annotations__.keys():
-            raise TypeError(f"RewardBatch takes {list(RewardBatch.__annotations__)}, got {list(fields)}.")
-        for names in ([name for name in fields if name.startswith("place")], ROW_COLUMNS):
-            lengths = {name: len(fields[name]) for name in names}
+    def _complete(self) -> None:
+        for names in ([name for name in vars(self) if name.startswith("place")], ROW_COLUMNS):
+            lengths = {name: len(getattr(self, name)) for name in names}
             if len(set(lengths.values())) > 1:
                 raise InputError(f"Expected columns of one length, but got {lengths}.")
-        if trees := fields["trees"]:
-            ids = fields["input_ids"]
-            check_trees(trees, ids.shape[1])
-            if fields["position_ids"] is None:
-                fields["position_ids"] = tree_position_ids(trees, ids.shape[1])[None].to(ids.device)
-        self.__dict__.update(fields)
-
-    def __repr__(self) -> str:
-        layout = "packed" if self.trees else "apart"
-        return f"RewardBatch(rows={self.batch_size}, places={len(self.place)}, {layout})"
-
-    @property
-    def batch_size(self) -> int:
-        """Number of rows, including those of weight zero."""
-        return len(self.task)
+        super()._complete()
 
     def at_ends(self, values: Tensor) -> Tensor:
         """Return the values [M] at the ends of the responses [B]; nan for a response without steps."""

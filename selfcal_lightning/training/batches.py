@@ -46,30 +46,51 @@ class FrozenBatch:
         return type(self)(**{name: change(value) if isinstance(value, Tensor) else value for name, value in fields})
 
 
-class SSCBatch(FrozenBatch):
-    """An immutable batch of responses with everything that both losses and the metrics need."""
+class ResponseBatch(FrozenBatch):
+    """B responses as S sequences of T tokens: one for each, or one in all, packed into trees with shared prompts."""
 
     input_ids: Tensor  # int64, [S, T]
     attention_mask: Tensor  # 1 at real tokens, 0 at padding, int64, [S, T]
-    query_position: Tensor  # last token of each confidence query, whose logits give P(True), int64, [B]
-    label_position: Tensor  # the logits that predict each token of the responses with a generation weight, [N]
-    label_id: Tensor  # those tokens, the end of a turn included where the model stopped, int64, [N]
-    label_row: Tensor  # the row of each, int64, [N]
     target: Tensor  # SSC or another target in [0, 1]; nan where unknown, float32, [B]
     correct: Tensor  # 1 right, 0 wrong, nan unknown, float32, [B]
-    calibration_weight: Tensor  # weight in the calibration loss, float32, [B]
-    generation_weight: Tensor  # weight in the generation loss, float32, [B]
-    calibration_total: Tensor  # sum of the weights over the whole optimiser step, all processes, float32 scalar
-    generation_total: Tensor
     question_index: Tensor  # the same number for all rows of a question, on every process, int64, [B]
     task: tuple[str, ...]  # name of each row's task, [B]
     row: Tensor  # its number in the table that it was drawn from, int64, [B]; -1 for rows that fill a short step
     trees: tuple[PrefixTree, ...] = ()  # prompts and branches of a packed sequence
-    position_ids: Tensor | None = None  # positions of a packed sequence's tokens in their own texts, [1, T]
-    auxiliary_target: Tensor | None = None  # targets of the auxiliary adapters, float32, [B, K]
+    position_ids: Tensor | None = None  # positions of a packed sequence's tokens in their own texts, int64, [1, T]
 
     def _complete(self) -> None:
         length = self.input_ids.shape[1]
+        if self.trees:
+            check_trees(self.trees, length)
+            if self.position_ids is None:
+                positions = tree_position_ids(self.trees, length)[None]
+                self.__dict__["position_ids"] = positions.to(self.input_ids.device)
+
+    def __repr__(self) -> str:
+        layout, slots = "packed" if self.trees else "apart", self.input_ids.numel()
+        return f"{type(self).__name__}(rows={self.batch_size}, slots={slots}, {layout}, tasks={sorted(set(self.task))})"
+
+    @property
+    def batch_size(self) -> int:
+        """Number of rows, zero-weight rows included."""
+        return len(self.task)
+
+
+class SSCBatch(ResponseBatch):
+    """An immutable batch of responses with everything that both losses and the metrics need."""
+
+    query_position: Tensor  # last token of each confidence query, whose logits give P(True), int64, [B]
+    label_position: Tensor  # the logits that predict each token of the responses with a generation weight, [N]
+    label_id: Tensor  # those tokens, the end of a turn included where the model stopped, int64, [N]
+    label_row: Tensor  # the row of each, int64, [N]
+    calibration_weight: Tensor  # weight in the calibration loss, float32, [B]
+    generation_weight: Tensor  # weight in the generation loss, float32, [B]
+    calibration_total: Tensor  # sum of the weights over the whole optimiser step, all processes, float32 scalar
+    generation_total: Tensor
+    auxiliary_target: Tensor | None = None  # targets of the auxiliary adapters, float32, [B, K]
+
+    def _complete(self) -> None:
         if self.attention_mask.shape != self.input_ids.shape:
             shapes = tuple(self.attention_mask.shape), tuple(self.input_ids.shape)
             raise InputError(f"`attention_mask` has shape {shapes[0]}, but `input_ids` {shapes[1]}.")
@@ -80,23 +101,9 @@ class SSCBatch(FrozenBatch):
         labels = len(self.label_position), len(self.label_id), len(self.label_row)
         if len(set(labels)) > 1:
             raise InputError(f"`label_position`, `label_id` and `label_row` must have one length, but got {labels}.")
-        if self.trees:
-            check_trees(self.trees, length)
-            if self.input_ids.shape[0] != 1:
-                raise InputError(f"A packed batch must be one sequence, but got {self.input_ids.shape[0]}.")
-            if self.position_ids is None:
-                positions = tree_position_ids(self.trees, length)[None]
-                self.__dict__["position_ids"] = positions.to(self.input_ids.device)
-
-    def __repr__(self) -> str:
-        layout = "packed" if self.trees else "apart"
-        slots, tasks = self.input_ids.numel(), sorted(set(self.task))
-        return f"SSCBatch(rows={self.batch_size}, slots={slots}, {layout}, tasks={tasks})"
-
-    @property
-    def batch_size(self) -> int:
-        """Number of rows, zero-weight rows included."""
-        return len(self.task)
+        super()._complete()
+        if self.trees and self.input_ids.shape[0] != 1:
+            raise InputError(f"A packed batch must be one sequence, but got {self.input_ids.shape[0]}.")
 
     @property
     def separate_tokens(self) -> int | Tensor:

@@ -13,8 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from selfcal_lightning.core.errors import InputError
-from selfcal_lightning.metrics.arrays import Array, Floats, Integers, as_counts, as_labels, as_rates, as_scores
-from selfcal_lightning.metrics.capability import pass_at_k
+from selfcal_lightning.metrics.arrays import Array, Integers, as_counts, as_labels, as_rates, as_scores
 
 # Keeps questions that are thought hopeless or certain apart from those that are full.
 _LEAST_P = 1e-6
@@ -54,14 +53,6 @@ def round_to_total(values: Array, total: int) -> Integers:
     short = total - int(whole.sum())
     whole[np.argsort(whole - shares, kind="stable")[:short]] += 1.0
     return whole.astype(np.int64)
-
-
-def expected_solved(allocation: Array, num_samples: Array, num_correct: Array) -> Floats:
-    """Compute the chance that each question has a right one among b samples, from n recorded ones with c right ones.
-
-    ``1 - C(n - c, b) / C(n, b)``, without replacement; the mean is the expected share of questions solved.
-    """
-    return pass_at_k(num_samples, num_correct, allocation)
 
 
 def sequential_allocation(

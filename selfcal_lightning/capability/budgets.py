@@ -171,7 +171,8 @@ def _beta(test: TestQuestions, calibration: TestQuestions | None, name: str) -> 
 
 
 def _solved(test: TestQuestions, given: Integers) -> Floats:
-    return allocation.expected_solved(given, test.truth.num_samples, test.truth.num_correct)
+    """Return the chance that each question has a right one among so many of its samples, without replacement."""
+    return pass_at_k(test.truth.num_samples, test.truth.num_correct, given)
 
 
 EVEN_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)

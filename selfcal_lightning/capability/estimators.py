@@ -11,7 +11,7 @@ from statistics import fmean
 import numpy as np
 
 from selfcal_lightning.capability.question_table import QuestionTable
-from selfcal_lightning.confidence.base import P_TRUE
+from selfcal_lightning.confidence.base import confidence_of
 from selfcal_lightning.confidence.verbalized import NUMBERS, PERCENTAGES, TEN_WORDS, VerbalScale, ask_for_confidences
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.core.progress import Progress
@@ -19,7 +19,7 @@ from selfcal_lightning.data.store.annotations import annotation_names, question_
 from selfcal_lightning.engines.base import Engine
 from selfcal_lightning.metrics.arrays import Floats
 from selfcal_lightning.models.chat_format import ChatFormat
-from selfcal_lightning.records import Question, QuestionSamples, Sample, normalised_p_true, question_hash, sample_seed
+from selfcal_lightning.records import Question, QuestionSamples, normalised_p_true, question_hash, sample_seed
 
 PROBE, P_TRUE_BEFORE = "probe", "p_true_before"
 # Confidence stated in words before answering, by scale.
@@ -107,13 +107,8 @@ def averaged_names(pool: Path, names: Sequence[str]) -> list[str]:
 
 def mean_confidence(entries: Sequence[QuestionSamples], name: str, *, stop: int) -> Floats:
     """Return the mean of the known confidences over the first ``stop`` responses of each question [Q]; nan of none."""
-    known = [[v for one in entry.samples[:stop] if (v := _value(one, name)) is not None] for entry in entries]
+    known = [[v for one in entry.samples[:stop] if (v := confidence_of(one, name)) is not None] for entry in entries]
     if not any(known):
         questions = f"{len(entries):,} questions"
         raise InputError(f"No response to {questions} has the confidence {name!r}: `selfcal score` adds it.")
     return np.array([fmean(values) if values else math.nan for values in known])
-
-
-def _value(sample: Sample, name: str) -> float | None:
-    found = sample.confidences.get(name)
-    return sample.p_true if found is None and name == P_TRUE else found

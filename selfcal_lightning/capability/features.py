@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 _HASHES = ("weights_sha256", "adapter_sha256")
 
 
-class PromptModel:
+class PromptModel(AbstractContextManager):
     """A model that reads prompts, opened when it is needed.
 
     An activated adapter is inactive on a prompt: the capability is the base model's.
@@ -80,16 +81,10 @@ class PromptModel:
             self._engine = open_engine(options, self.source, chat=self.chat)
         return self._engine
 
-    def close(self) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._engine is not None:
             self._engine.close()
             self._engine = None
-
-    def __enter__(self) -> PromptModel:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 CHUNK_QUESTIONS = 512

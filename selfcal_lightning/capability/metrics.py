@@ -12,7 +12,7 @@ from torch import Tensor
 
 from selfcal_lightning.metrics.arrays import Floats
 from selfcal_lightning.metrics.calibration import expected_calibration_error, reliability_bins
-from selfcal_lightning.metrics.capability import error_parts, skill, squared_error
+from selfcal_lightning.metrics.capability import skill, squared_error
 from selfcal_lightning.metrics.discrimination import pearson, spearman
 from selfcal_lightning.metrics.drawing import axes_to_draw_on, draw_reliability_of
 from selfcal_lightning.metrics.streaming import ExactMetric, check_probabilities, check_vectors
@@ -21,29 +21,7 @@ NAMES = ("MSE", "RMSE", "MAE", "Skill", "Pearson", "Spearman", "ECE", "Questions
 KEYS = tuple(f"capability/{name}" for name in NAMES)
 
 
-class QuestionRows(ExactMetric):
-    """Base of metrics over predicted capabilities and counted samples; keeps every question."""
-
-    questions: list[Tensor]
-
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self.add_rows("questions", width=3, dtype=torch.float64)
-
-    def update(self, predicted: Tensor, num_correct: Tensor, num_samples: Tensor) -> None:
-        check_vectors(predicted=predicted, num_correct=num_correct, num_samples=num_samples)
-        check_probabilities(predicted, "predicted")
-        columns = (predicted.detach().double(), num_correct.double(), num_samples.double())
-        self.questions.append(torch.stack(columns, dim=1))
-
-    def columns(self) -> Floats:
-        """Return predicted capability, right samples and samples of all questions of all processes [3, Q]."""
-        rows = self.rows("questions").cpu().numpy()
-        # Sorted, so that sums do not depend on how questions are split into processes and batches.
-        return rows[np.lexsort(rows.T)].T
-
-
-class CapabilityMetrics(QuestionRows):
+class CapabilityMetrics(ExactMetric):
     """How good predictions of capability are.
 
     The keys of ``compute``:
@@ -76,13 +54,24 @@ class CapabilityMetrics(QuestionRows):
         (0.0625, 0.75, 1.0)
     """
 
+    questions: list[Tensor]
+
     def __init__(self, num_bins: int = 10, *, debiased: bool = True, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.num_bins = num_bins
         self.debiased = debiased
+        self.add_rows("questions", width=3, dtype=torch.float64)
+
+    def update(self, predicted: Tensor, num_correct: Tensor, num_samples: Tensor) -> None:
+        check_vectors(predicted=predicted, num_correct=num_correct, num_samples=num_samples)
+        check_probabilities(predicted, "predicted")
+        columns = (predicted.detach().double(), num_correct.double(), num_samples.double())
+        self.questions.append(torch.stack(columns, dim=1))
 
     def compute(self) -> dict[str, float]:
-        predicted, correct, samples = self.columns()
+        rows = self.rows("questions").cpu().numpy()
+        # Sorted, so that sums do not depend on how questions are split into processes and batches.
+        predicted, correct, samples = rows[np.lexsort(rows.T)].T
         share = correct / samples
         error = squared_error(predicted, correct, samples, debiased=self.debiased)
         values = (
@@ -111,17 +100,3 @@ class CapabilityMetrics(QuestionRows):
         draw_reliability_of(axes, bins, outcome="share of right samples")
         axes.set_xlabel("predicted capability")
         return figure, axes
-
-
-ERROR_KEYS = ("capability/ResponseError", "capability/CapabilityError", "capability/ResponseSpread")
-
-
-class CapabilityErrorParts(QuestionRows):
-    """Response- against capability-calibration: ``E (p - y)^2 = E (p - c*)^2 + E c* (1 - c*)``."""
-
-    higher_is_better = False
-
-    def compute(self) -> dict[str, float]:
-        parts = error_parts(*self.columns())
-        values = (np.nan,) * 3 if parts is None else (parts.response, parts.capability, parts.spread)
-        return dict(zip(ERROR_KEYS, map(float, values), strict=True))

@@ -58,7 +58,6 @@ class QuestionTable:
     question_id: np.ndarray  # object [Q]
     num_samples: Integers
     num_correct: Floats  # nan where a response is not verified
-    num_unreadable: Integers
     agreeing_pairs: Floats  # share of pairs of responses that agree; nan for a single response
     top_share: Floats  # of the most frequent answer
     mean_logprob: Floats  # mean over responses of their nats per token; nan where unknown
@@ -110,7 +109,6 @@ def question_table(entries: Sequence[QuestionSamples], *, start: int = 0, stop: 
         question_id=np.array(ids, dtype=object),
         num_samples=np.array([len(samples) for samples in counted], dtype=np.int64),
         num_correct=np.array([_num_correct(samples) for samples in counted]),
-        num_unreadable=np.array([row.count(None) for row in answers], dtype=np.int64),
         agreeing_pairs=as_column([agreeing_pairs(row) for row in answers]),
         top_share=as_column([top_share(row) for row in answers]),
         mean_logprob=np.array([_mean_logprob(samples) for samples in counted]),

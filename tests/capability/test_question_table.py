@@ -32,7 +32,6 @@ def test_counts_by_hand() -> None:
     # Pairs: 3 of 6 agree on 7; 1 of 6 on 8, and the unreadable one agrees with nothing.
     assert table.agreeing_pairs.tolist() == [3 * 2 / 12, 2 / 12]
     assert table.top_share.tolist() == [0.75, 0.5]
-    assert table.num_unreadable.tolist() == [0, 1]
     assert table.mean_logprob.tolist() == [-0.5, -0.5]
     assert np.isnan(question_table([entry("a", ["7"], logprob=None)]).mean_logprob[0])
 

@@ -31,7 +31,7 @@ def judged(shares: list[int], size: int, estimates: dict[str, list[float]]) -> T
     nothing = np.full(len(shares), np.nan)
     table = QuestionTable(
         np.array([f"q{i}" for i in range(len(shares))], dtype=object), np.full(len(shares), size), correct,
-        np.zeros(len(shares), np.int64), nothing, nothing, nothing,
+        nothing, nothing, nothing,
     )  # fmt: skip
     columns = {name: np.array(values) for name, values in estimates.items()}
     return TestQuestions(table, columns, dict.fromkeys(columns, 0), frozenset())

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from numpy.testing import assert_allclose
 from scipy import stats
 
-from selfcal_lightning.capability.metrics import CapabilityErrorParts, CapabilityMetrics
+from selfcal_lightning.capability.metrics import CapabilityMetrics
 from selfcal_lightning.metrics.capability import (
     agreeing_pairs,
     drawn_verdicts,
@@ -255,22 +255,11 @@ def test_errors_equal_the_functions_in_any_batches(debiased: bool) -> None:
     assert _computed(*(column.flip(0) for column in columns), debiased=debiased) == found
 
 
-P, RIGHT, SAMPLES = torch.tensor([0.5, 0.25, 1.0]), torch.tensor([1, 2, 3]), torch.tensor([2, 4, 4])
-
-
-def test_streamed_parts_equal_the_function() -> None:
-    metric = CapabilityErrorParts()
-    metric.update(P, RIGHT, SAMPLES)
-    parts = error_parts(P, RIGHT, SAMPLES)
-    expected = {"ResponseError": parts.response, "ResponseSpread": parts.spread, "CapabilityError": parts.capability}
-    assert metric.compute() == pytest.approx({f"capability/{name}": value for name, value in expected.items()})
-
-
 def test_nothing_and_bad_input() -> None:
-    assert all(math.isnan(value) for value in CapabilityErrorParts().compute().values())
-    metric = CapabilityErrorParts()
-    metric.update(P[:1], torch.tensor([1]), torch.tensor([1]))
+    metric, one = CapabilityMetrics(), torch.tensor([1])
+    assert math.isnan(metric.compute()["capability/MSE"])
+    metric.update(torch.tensor([0.5]), one, one)
     with pytest.raises(ValueError, match="`num_samples` to be at least 2"):
         metric.compute()
     with pytest.raises(ValueError, match="predicted"):
-        metric.update(torch.tensor([1.5]), RIGHT[:1], SAMPLES[:1])
+        metric.update(torch.tensor([1.5]), one, one)

@@ -15,7 +15,6 @@ from scipy import special, stats
 
 from selfcal_lightning.capability.allocation import (
     beta_allocation,
-    expected_solved,
     greedy_allocation,
     interpolated_allocation,
     round_to_total,
@@ -194,11 +193,11 @@ def test_interpolation_keeps_the_total(vectors: Vectors) -> None:
         assert (np.abs(found - np.array(case["x"])) < 1.0).all()
 
 
-def test_expected_solved_equals_the_vectors(vectors: Vectors) -> None:
+def test_what_a_budget_solves_equals_the_vectors(vectors: Vectors) -> None:
     for case in vectors("recommended_closed_forms")["cases"]:
         if "budget" in case:
             samples, correct = np.array(case["counts_n_c"]).T
-            found = expected_solved(case["budget"], samples, correct)
+            found = pass_at_k(samples, correct, case["budget"])
             assert_allclose(found, case["per_question"], atol=1e-9)
 
 

@@ -18,7 +18,7 @@ from support.processes import run_processes, run_python
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from selfcal_lightning.capability.metrics import CapabilityErrorParts, CapabilityMetrics
+from selfcal_lightning.capability.metrics import CapabilityMetrics
 from selfcal_lightning.data.steps import POSITIONS
 from selfcal_lightning.metrics.calibration import (
     brier_score,
@@ -40,13 +40,12 @@ METRICS: dict[str, tuple[Callable[[], Metric], tuple[str, ...]]] = {
     "within": (WithinQuestionAUROC, ("confidence", "correct", "question_index")),
     "collection": (CalibrationMetrics, ("confidence", "correct", "target", "question_index", "task", "yes_no_mass")),
     "capability": (CapabilityMetrics, ("confidence", "num_correct", "num_samples")),
-    "parts": (CapabilityErrorParts, ("confidence", "num_correct", "num_samples")),
     "steps": (StepMetrics, ("confidence", "rate", "num_rollouts", "position")),
     "quantiles": (QuantileMetrics, ("target", "confidence", "rate", "position")),
 }
 
 # Those that keep sums: sums of two partial sums may differ in the last bits.
-SUMS = ("ece", "parts", "steps", "quantiles")
+SUMS = ("ece", "steps", "quantiles")
 
 # Which of the eight batches each of two processes sees: uneven, an empty second, an empty first process.
 DEALS = {"uneven": ([0, 2, 4, 5, 6, 7], [1, 3]), "empty second": (list(range(8)), []), "empty first": ([], [0, 3, 5])}

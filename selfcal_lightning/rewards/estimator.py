@@ -33,8 +33,11 @@ class RewardScore:
 
     def score(self, pool: Sequence[QuestionSamples]) -> list[list[float | None]]:
         """Return the confidence of every sample, [question][sample]; None if the model cannot read the response."""
-        read = self._rewards.read_lower if self.needs_quantiles else self._rewards.read
-        return [[None if row is None else aggregate(row, self.how) for row in rows] for rows in read(pool)]
+        part = "low" if self.needs_quantiles else "mean"
+        return [
+            [None if row is None else aggregate([getattr(score, part) for score in row], self.how) for row in rows]
+            for rows in self._rewards.read_scores(pool)
+        ]
 
 
 LOWER = "prm_lower"

@@ -89,12 +89,6 @@ class RewardReader:
         rows = self.read_scores(pool)
         return [[None if one is None else [score.mean for score in one] for one in row] for row in rows]
 
-    def read_lower(self, pool: Sequence[QuestionSamples]) -> list[list[list[float] | None]]:
-        if not self.format.has_quantiles:
-            raise InputError(f"Reward format {self.format.name!r} has no quantiles. Train a `QuantileRewardModule`.")
-        rows = self.read_scores(pool)
-        return [[None if one is None else [score.low for score in one] for one in row] for row in rows]
-
     def read_scores(self, pool: Sequence[QuestionSamples]) -> list[list[list[Score] | None]]:
         """Return the scores with their quantiles, [question][sample][step]; None as in ``read``."""
         inputs = [[self._input(entry, sample) for sample in entry.samples] for entry in pool]

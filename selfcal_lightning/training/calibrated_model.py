@@ -95,8 +95,8 @@ class CalibratedModel(ScoringModule, ABC):
     def check_support(self, trainer: Trainer | None = None) -> None:
         """Check the Trainer's settings and the model; reads no weights."""
         trainer, memory = trainer or trainer_of(self), self.memory
-        check_support(trainer, memory, lora=self.lora is not None, auxiliary=bool(self.auxiliary))
         if trainer is not None:  # an export needs neither the quantised base nor the optimiser
+            check_support(trainer, memory, lora=self.lora is not None, auxiliary=bool(self.auxiliary))
             quantization.check_installed(quantization=memory.quantization, optimizer=memory.optimizer)
         folders.check_model_folder(self.base_model, option="base_model")
         if self.model is None:

@@ -45,9 +45,7 @@ REASONS: dict[tuple[str, Way], str] = {
 PRECISIONS = tuple(name.removeprefix("precision ") for name in SUPPORT if name.startswith("precision "))
 
 
-def check_support(trainer: Trainer | None, memory: MemorySettings, *, lora: bool, auxiliary: bool = False) -> None:
-    if trainer is None:
-        return
+def check_support(trainer: Trainer, memory: MemorySettings, *, lora: bool, auxiliary: bool = False) -> None:
     asked = ["LoRA" if lora else "full fine-tuning"]
     asked += ["QLoRA (nf4)"] if memory.quantization is not None else []
     asked += ["8-bit and paged optimisers"] if memory.optimizer in CLASSES else []

@@ -337,10 +337,9 @@ def test_vllm_says_of_an_export_what_transformers_says(tiny_model: str, store_di
     samples = list(SampleStore(store_dir, num_samples=4).samples(split="validation"))
     expected, read = open_rewards(settings), open_rewards(replace(settings, engine="vllm"))
     try:
-        for ours, theirs in ((read.read, expected.read), (read.read_lower, expected.read_lower)):
-            for of_question, wanted in zip(ours(samples), theirs(samples), strict=True):
-                for row, one in zip(of_question, wanted, strict=True):
-                    assert row == pytest.approx(one, abs=1e-5)
+        for of_question, wanted in zip(read.read_scores(samples), expected.read_scores(samples), strict=True):
+            for row, one in zip(of_question, wanted, strict=True):
+                assert [list(score) for score in row] == [pytest.approx(list(score), abs=1e-5) for score in one]
         path = (samples[0].samples[0].token_ids or ())[:9]
         (found,), (wanted,) = (reader.score_paths(samples[0].question, [path]) for reader in (read, expected))
         assert found == pytest.approx(wanted, abs=1e-5)

@@ -207,7 +207,7 @@ def test_its_export_is_read_as_it_was_trained(whole: Whole, pool: Pool, store_di
     reader = open_rewards(RewardSettings(str(folder)))
     read = [row[-1] for question in reader.read(samples) for row in question]
     assert read == pytest.approx([trained[key] for key in sorted(trained)], abs=1e-5)
-    lower = [row[-1] for question in reader.read_lower(samples) for row in question]
+    lower = [row[-1].low for question in reader.read_scores(samples) for row in question]
     assert all(low < mean for low, mean in zip(lower, read, strict=True))
     asked = [reader.score_paths(entry.question, [()])[0].mean for entry in samples]
     starts = scores.mean[batch.place_kind == 0].reshape(len(samples), -1)

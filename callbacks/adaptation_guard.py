@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -120,7 +120,7 @@ class AdaptationGuard(Callback):
     def _keep(self, trainer: Trainer, round: int, monitors: RoundMonitors, problems: list[str]) -> None:
         if not trainer.is_global_zero:
             return
-        named = {f"guard/{name}": value for name, value in monitors.as_json().items() if value is not None}
+        named = {f"guard/{name}": value for name, value in asdict(monitors).items() if value is not None}
         for logger in trainer.loggers:
             logger.log_metrics(named, step=trainer.global_step)
         told = ", ".join(f"{name.removeprefix('guard/')} {value:.3f}" for name, value in named.items())
@@ -128,7 +128,7 @@ class AdaptationGuard(Callback):
         if self.report is not None:
             begins = round == 0 and trainer.global_step == 0
             known: dict[str, Any] = {} if begins else json_object_or_none(self.report) or {}
-            known[str(round)] = {**monitors.as_json(), "problems": problems}
+            known[str(round)] = {**asdict(monitors), "problems": problems}
             self.report.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(self.report, json.dumps(known, indent=1).encode())
 

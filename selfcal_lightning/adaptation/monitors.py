@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.metrics.capability import agreeing_pairs
@@ -25,9 +25,6 @@ class RoundMonitors:
     length: float | None
     confidence_gap: float | None
     logprob_fall: float | None = None
-
-    def as_json(self) -> dict[str, float | None]:
-        return asdict(self)
 
 
 def pool_agreement(answers: Answers, earlier: Answers) -> float | None:

@@ -84,7 +84,7 @@ def confidence_metrics(texts: Sequence[str]) -> dict[str, float | None]:
     }
 
 
-def rlcr_reward(prompts: Any, completions: Any, completion_ids: Any = None, **columns: Any) -> list[float | None]:
+def rlcr_reward(prompts: Any, completions: Any, **columns: Any) -> list[float | None]:
     """Correctness plus the Brier score of the stated confidence, in [-1, 1]; None without a reference.
 
     ``R = y - (q - y)^2`` with ``y`` 1 for a right answer, else 0, and ``q`` the confidence. Without a valid ``q``
@@ -96,23 +96,19 @@ def rlcr_reward(prompts: Any, completions: Any, completion_ids: Any = None, **co
     return _scored(brier_score, completions, columns)
 
 
-def log_reward(prompts: Any, completions: Any, completion_ids: Any = None, **columns: Any) -> list[float | None]:
+def log_reward(prompts: Any, completions: Any, **columns: Any) -> list[float | None]:
     """Correctness plus the log score of the stated confidence, clipped and scaled to [-1, 0]; in [-1, 1]."""
     return _scored(log_score, completions, columns)
 
 
-def correctness_reward(
-    prompts: Any, completions: Any, completion_ids: Any = None, **columns: Any
-) -> list[float | None]:
+def correctness_reward(prompts: Any, completions: Any, **columns: Any) -> list[float | None]:
     """1 for a right answer, else 0; None without a reference. With `token_advantages`, the reward of reasoning."""
     texts = _texts(completions)
     _log_confidences(texts, columns.get("log_metric"))
     return _verdicts(texts, columns["answer"], columns["data_source"])
 
 
-def group_confidence_reward(
-    prompts: Any, completions: Any, completion_ids: Any = None, **columns: Any
-) -> list[float | None]:
+def group_confidence_reward(prompts: Any, completions: Any, **columns: Any) -> list[float | None]:
     """Brier score of the stated confidence against the share of right answers in its group, in [-1, 0].
 
     A group is all completions of one prompt in the call. The share varies less than a single verdict does.
@@ -129,9 +125,7 @@ def group_confidence_reward(
     return rewards
 
 
-def soft_consistency_reward(
-    prompts: Any, completions: Any, completion_ids: Any = None, **columns: Any
-) -> list[float | None]:
+def soft_consistency_reward(prompts: Any, completions: Any, **columns: Any) -> list[float | None]:
     """Share of the group's stated confidence that lies on the same answer: soft self-consistency, without labels.
 
     A response without a valid confidence votes with weight 0; an unreadable answer gets 0; a group without any

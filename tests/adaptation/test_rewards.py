@@ -61,7 +61,7 @@ def test_rewards_by_hand(reward: object, expected: list[float]) -> None:
     logged: dict[str, float] = {}
     chats = [[{"role": "assistant", "content": text}] for text in TEXTS]
     for completions in (TEXTS, chats):
-        found = reward(["q"] * 4, completions, [[1]] * 4, **COLUMNS, log_metric=logged.__setitem__)
+        found = reward(["q"] * 4, completions, completion_ids=[[1]] * 4, **COLUMNS, log_metric=logged.__setitem__)
         assert found == pytest.approx(expected)
     wanted = {"mean": 0.55, "std": 0.25, "outside": 0.25, "missing": 0.25}
     assert logged == pytest.approx({f"confidence/{name}": value for name, value in wanted.items()})

@@ -38,7 +38,7 @@ def main(folder: str, steps: int) -> None:
     calls: list[tuple[list[str], object, list[float | None]]] = []
 
     def recorded(prompts: list, completions: list, completion_ids: list, **columns: object) -> list[float | None]:
-        found = rlcr_reward(prompts, completions, completion_ids, **columns)
+        found = rlcr_reward(prompts, completions, completion_ids=completion_ids, **columns)
         columns["log_extra"]("answer", list(columns["answer"]))  # a column of the logged completions
         calls.append(([one[-1]["content"] for one in completions], columns["answer"], found))
         return found

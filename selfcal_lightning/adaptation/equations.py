@@ -24,6 +24,8 @@ _PUNCTUATION = (".", ",")
 # `2**3` is a power.
 _MARKUP = re.compile(r"(?<![\w)*])\*\*(?=\S)|(?<=\S)\*\*(?![\w(*])|(?<!\\)\\(?:boxed\{|[()\[\]$]|(?=%))")
 _TEXT_BEHIND = re.compile(r"\\text\s*\{")
+_REMAINDER = re.compile(r",?\s*(?:with\s+)?(?:a\s+)?(?:remainder|R\s*[0-9])", re.IGNORECASE)  # "17 / 5 = 3 remainder 2"
+_CUT_OFF = ("...", "…")
 # Exact arithmetic on longer sides costs time, and neither people nor models write them.
 _MOST_TOKENS, _LONGEST_NUMBER = 60, 40
 
@@ -54,8 +56,8 @@ class _Side(NamedTuple):
 def find_equations(text: str) -> list[Equation]:
     """Return the equations between arithmetic expressions in a text; ``a = b = c`` is two.
 
-    A right side with decimals holds when the left side rounds to it, as in ``10 / 3 = 3.33``. One side has to compute
-    something: ``half of 20 = 10`` is no equation.
+    A right side with decimals holds when the left side rounds to it, as in ``10 / 3 = 3.33``, or begins with it, as in
+    ``2 / 3 = 0.66...``. One side has to compute something: ``half of 20 = 10`` is no equation.
     """
     plain = _MARKUP.sub(_blank, text)  # of the same length: places are those in the text
     return [found for run in _RUN.finditer(plain) if "=" in run.group() for found in _of_run(text, plain, run)]
@@ -94,7 +96,8 @@ def _of_run(text: str, plain: str, run: re.Match[str]) -> Iterator[Equation]:
         if left is None or right is None or not (left.is_computed or right.is_computed or is_chained):
             is_chained = False
             continue
-        holds = _holds(left.value, right.value, plain[right.start : right.end])
+        is_cut_off = plain.startswith(_CUT_OFF, right.end)
+        holds = _holds(left.value, right.value, plain[right.start : right.end], is_cut_off=is_cut_off)
         sides_as_written = text[left.start : left.end], text[right.start : right.end]
         yield Equation(*sides_as_written, holds, right.value, left.start, right.end)
         is_chained = not any(token.text in _PUNCTUATION for token in after)
@@ -122,7 +125,7 @@ def _first_expression(text: str, tokens: list[_Token], *, is_last: bool) -> _Sid
     """Return the expression directly after an equals sign; None if it belongs to something else."""
     cut = next((at for at, token in enumerate(tokens) if token.text in _PUNCTUATION), len(tokens))
     own = tokens[:cut]
-    if len(own) > _MOST_TOKENS:
+    if len(own) > _MOST_TOKENS or (own and _REMAINDER.match(text, own[-1].end)):
         return None
     while own and own[-1].text == ("(" if _depth(own) > 0 else ")") and _depth(own) != 0:  # "... = 7 (since"
         own = own[:-1]
@@ -141,12 +144,15 @@ def _side(tokens: list[_Token]) -> _Side | None:
     return None if value is None else _Side(tokens[0].start, tokens[-1].end, value, len(tokens) > 1 + is_signed)
 
 
-def _holds(left: Fraction, right: Fraction, written: str) -> bool:
-    """Return whether the values are equal, or the right one is the left one rounded to its decimals."""
+def _holds(left: Fraction, right: Fraction, written: str, *, is_cut_off: bool) -> bool:
+    """Return whether the values are equal, or the right one is the left one rounded to its decimals, or cut off."""
     if written.endswith("%") and left == right * 100:  # ".2 * 100 = 20%"
         return True
     decimals = re.fullmatch(r"[-−]?[ $]*[0-9,]*\.([0-9]+)", written)
-    return left == right if decimals is None else abs(left - right) <= Fraction(1, 2 * 10 ** len(decimals[1]))
+    if decimals is None:
+        return left == right
+    unit = Fraction(1, 10 ** len(decimals[1]))
+    return abs(left - right) <= (unit if is_cut_off else unit / 2)
 
 
 def _value(tokens: Sequence[str]) -> Fraction | None:

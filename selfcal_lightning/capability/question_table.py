@@ -14,6 +14,7 @@ from selfcal_lightning.core.errors import InputError, check_at_least, unknown_na
 from selfcal_lightning.data.pools.recorded import RecordedPool, load_recorded_pool
 from selfcal_lightning.data.store.manifest import StoreFingerprint
 from selfcal_lightning.data.store.sample_store import SampleStore
+from selfcal_lightning.data.tasks.judging import is_failed
 from selfcal_lightning.metrics.arrays import Floats, Integers
 from selfcal_lightning.metrics.capability import agreeing_pairs, top_share
 from selfcal_lightning.records import IMPORTED, Question, QuestionSamples, Sample, question_hash
@@ -108,16 +109,20 @@ def question_table(entries: Sequence[QuestionSamples], *, start: int = 0, stop: 
     return QuestionTable(
         question_id=np.array(ids, dtype=object),
         num_samples=np.array([len(samples) for samples in counted], dtype=np.int64),
-        num_correct=np.array([_num_correct(samples) for samples in counted]),
+        num_correct=np.array([_num_correct(one.question, rows) for one, rows in zip(entries, counted, strict=True)]),
         agreeing_pairs=as_column([agreeing_pairs(row) for row in answers]),
         top_share=as_column([top_share(row) for row in answers]),
         mean_logprob=np.array([_mean_logprob(samples) for samples in counted]),
     )
 
 
-def _num_correct(samples: Sequence[Sample]) -> float:
-    verdicts = [sample.correct for sample in samples if sample.correct is not None]
-    return float(sum(verdicts)) if len(verdicts) == len(samples) else math.nan
+def _num_correct(question: Question, samples: Sequence[Sample]) -> float:
+    """Return the number of right responses; a failed request, which nobody judged, is a wrong one."""
+    judged = question.reference is not None or any(sample.correct is not None for sample in samples)
+    verdicts = [
+        False if judged and sample.answer is None and is_failed(sample) else sample.correct for sample in samples
+    ]
+    return math.nan if None in verdicts else float(sum(map(bool, verdicts)))
 
 
 def _mean_logprob(samples: Sequence[Sample]) -> float:

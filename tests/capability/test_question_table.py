@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -63,6 +64,17 @@ def test_unjudged_responses_give_no_label() -> None:
     assert table.targets("agreeing_pairs").tolist() == [0.0, 1.0], "which needs none"
     with pytest.raises(InputError, match="`target` 'label' needs reference answers, but got 1 of 2"):
         table.targets("label")
+
+
+def test_a_failed_request_is_a_wrong_response_and_no_missing_reference() -> None:
+    failed = Sample("a", 2, 0, "", (), None, None, None)
+    whole = entry("a", ["7", "8"])
+    table = question_table([replace(whole, samples=(*whole.samples, failed))])
+    assert table.targets("label").tolist() == [1 / 3]
+    alone = replace(whole, samples=(failed,))
+    assert np.isnan(question_table([alone]).num_correct).all(), "nobody knows the right answer"
+    known = replace(alone, question=replace(alone.question, reference="7"))
+    assert question_table([known]).num_correct.tolist() == [0.0]
 
 
 def test_a_store_gives_the_view(tmp_path: Path) -> None:

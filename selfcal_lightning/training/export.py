@@ -99,6 +99,7 @@ def place_aside(folder: Path) -> Path:
     """Return an unused sibling name of ``folder`` with the time at which its export was made."""
     manifest = folders.read_manifest(folder) or {}
     made = manifest.get("created") or datetime.now(UTC).isoformat(timespec="seconds")
+    folder = _linked(folder)
     name = f"{folder.name}-{datetime.fromisoformat(made):%Y%m%dT%H%M%S}"
     names = [name, *(f"{name}-{number}" for number in range(2, 1000))]
     return next(place for place in map(folder.with_name, names) if not place.exists())
@@ -109,8 +110,9 @@ def replacing(directory: Path, *, keep: Path | None = None) -> Iterator[Path]:
     """Yield a new folder that replaces ``directory`` when the block ends without an error.
 
     The previous folder is renamed to ``keep``, or removed if that is None. Between the two renames, or after a crash
-    there, it is called ``.<name>.old`` until the next export.
+    there, it is called ``.<name>.old`` until the next export. A link stays; the folder that it leads to is replaced.
     """
+    directory = _linked(directory)
     directory.parent.mkdir(parents=True, exist_ok=True)
     # One name for every attempt, so that what a kill leaves behind is cleared away by the next one.
     fresh, old = (directory.with_name(f".{directory.name}.{age}") for age in ("new", "old"))
@@ -152,6 +154,10 @@ def _os_error(error: Exception) -> int | None:
     """Return the number in a message such as "I/O error: No space left on device (os error 28)"."""
     number = str(error).rpartition("(os error ")[2].partition(")")[0]
     return int(number) if number.isdigit() else None
+
+
+def _linked(folder: Path) -> Path:
+    return folder.resolve() if folder.is_symlink() else folder
 
 
 def _remove(folder: Path) -> None:

@@ -24,7 +24,7 @@ from selfcal_lightning.engines.vllm.records import lora_rank
 from selfcal_lightning.models.causal_lm import load_causal_lm
 from selfcal_lightning.models.folders import MANIFEST, check_files, list_files, read_manifest
 from selfcal_lightning.models.lora import read_adapter_state
-from selfcal_lightning.training.export import replacing, write_export
+from selfcal_lightning.training.export import place_aside, replacing, write_export
 from selfcal_lightning.training.self_calibration import SelfCalibrationModule
 
 IDS = torch.arange(10, 34).view(2, 12)
@@ -229,17 +229,6 @@ def test_checkpoints_of_something_else_are_named(tmp_path: Path) -> None:
     assert not (tmp_path / "merged").exists()
 
 
-def test_a_damaged_checkpoint_is_not_merged(module: SelfCalibrationModule, tmp_path: Path) -> None:
-    path = Path(checkpoint(module, tmp_path / "last.ckpt"))
-    weight = next(value for name, value in module.named_parameters() if "lora_A" in name).detach()
-    content = bytearray(path.read_bytes())
-    content[content.find(weight.numpy().tobytes()) + 2] ^= 0x40  # a bit of the mantissa
-    path.write_bytes(content)
-    with pytest.raises(ValueError, match="is a damaged file: the checksum"):
-        run_export(str(path), str(tmp_path / "merged"))
-    assert not (tmp_path / "merged").exists()
-
-
 def test_an_export_is_replaced_in_one_step(tmp_path: Path) -> None:
     folder = tmp_path / "adapter"
     with replacing(folder) as fresh:
@@ -252,6 +241,20 @@ def test_an_export_is_replaced_in_one_step(tmp_path: Path) -> None:
         (fresh / "weights").write_text("new")
     assert (folder / "weights").read_text() == "new"
     assert [path.name for path in tmp_path.iterdir()] == ["adapter"]
+
+
+def test_a_link_stays_and_the_folder_that_it_leads_to_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "disk" / "place").mkdir(parents=True)
+    (tmp_path / "adapter").symlink_to(tmp_path / "disk" / "place")
+    for content in ("first", "second"):
+        with replacing(tmp_path / "adapter") as fresh:
+            (fresh / "weights").write_text(content)
+        assert (tmp_path / "disk" / "place" / "weights").read_text() == content
+    with replacing(tmp_path / "adapter", keep=place_aside(tmp_path / "adapter")):
+        pass
+    (kept,) = (tmp_path / "disk").glob("place-*")
+    assert (kept / "weights").read_text() == "second"
+    assert (tmp_path / "adapter").is_symlink()
 
 
 def test_what_a_kill_left_behind_is_cleared_away_and_nothing_else(tmp_path: Path) -> None:

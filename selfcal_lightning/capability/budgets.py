@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 
 from selfcal_lightning.capability import allocation, fitted_maps
-from selfcal_lightning.capability.evaluation import TestQuestions
+from selfcal_lightning.capability.evaluation import ORACLE, TestQuestions
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.evaluation.curves import powers_of_two
 from selfcal_lightning.metrics.arrays import Floats, Integers
@@ -78,7 +78,7 @@ def _counts(questions: TestQuestions) -> tuple[Floats, Integers]:
     return questions.truth.num_correct, questions.truth.num_samples
 
 
-UNIFORM, ORACLE = "evenly", "by the responses' own verdicts (oracle)"
+UNIFORM = "evenly"
 GEOMETRIC, BETA = "geometric gain", "Beta gain"
 SEQUENTIAL = "one at a time"
 ORDERS = 20  # random orders of the recorded samples to average over

@@ -98,8 +98,6 @@ def verbalized_before(
 
 def averaged_names(pool: Path, names: Sequence[str]) -> list[str]:
     """Return those of ``names`` that are stored confidences, to be averaged over responses."""
-    if not pool.is_dir():
-        return []
     taken = {*RESPONSE_ESTIMATORS, *question_annotation_names(pool)}
     stored = annotation_names(pool)
     return [name for name in names if name in stored and name not in taken]

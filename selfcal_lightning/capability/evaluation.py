@@ -89,12 +89,12 @@ def test_questions(read: CapabilityPool, names: Sequence[str], *, estimate_sampl
 def check_names(read: CapabilityPool, names: Sequence[str], *, estimate_samples: int) -> None:
     if not names or len(set(names)) < len(names):
         raise InputError(f"Expected `estimator` to name different estimates, at least one, but got {list(names)}.")
-    kept = question_annotation_names(read.path) if read.path.is_dir() else []
+    kept = question_annotation_names(read.path)
     means = _means(read, names)
     for name in names:
         own = RESPONSE_ESTIMATORS.get(name)
         if own is None and name not in kept and name not in means:
-            known = [*kept, *RESPONSE_ESTIMATORS, P_TRUE, *(annotation_names(read.path) if read.path.is_dir() else ())]
+            known = [*kept, *RESPONSE_ESTIMATORS, P_TRUE, *annotation_names(read.path)]
             among = f"among {', '.join(known)} for {read.path}"
             raise InputError(f"Expected `estimator` to be {among}, but got {name!r}. `selfcal score` adds others.")
         least = int(name in means) if own is None else own.least_samples
@@ -106,7 +106,7 @@ def check_names(read: CapabilityPool, names: Sequence[str], *, estimate_samples:
 
 def _means(read: CapabilityPool, names: Sequence[str]) -> set[str]:
     """Return the estimates that are means of a confidence over responses."""
-    kept = question_annotation_names(read.path) if read.path.is_dir() else []
+    kept = question_annotation_names(read.path)
     brought = {name for entry in read.pool.entries for sample in entry.samples for name in sample.confidences}
     recorded = ({P_TRUE} | brought) - {*kept, *RESPONSE_ESTIMATORS}
     return {*averaged_names(read.path, names), *(recorded & {*names})}

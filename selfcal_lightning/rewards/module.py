@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from lightning.pytorch import Trainer
@@ -190,20 +190,6 @@ class RewardModuleSettings:
         check_positive(head_lr=self.head_lr)
 
 
-def check_trunk_can_learn(*, torch_dtype: str, precision: str) -> None:
-    """Raise InputError if a trained trunk would be kept in half precision.
-
-    A step of AdamW changes a weight by about its learning rate; at 5e-5 bfloat16 (8 binary digits) would round it away
-    for weights above about .02.
-    """
-    for name, value in {"torch_dtype": torch_dtype, "trainer.precision": precision}.items():
-        if value in ("bfloat16", "bf16-true", "16-true"):
-            raise InputError(
-                f"Expected `{name}` to keep weights in float32 with `full: true`, but got {value!r}: steps would be "
-                "rounded away. Leave it out, and use `trainer.precision: bf16-mixed` on a GPU."
-            )
-
-
 # In a folder of its own: vLLM reads every safetensors file next to a configuration as model weights.
 TRAINED_FILE = "trained/weights.safetensors"
 FEATURE = "reward models"
@@ -365,10 +351,18 @@ class QuantileRewardModule(CalibratedModel):
         self._check_packing()
 
     def _check_trunk_can_learn(self, trainer: Trainer) -> None:
-        if self.settings.full:
-            check_trunk_can_learn(
-                torch_dtype=self.adapter.torch_dtype, precision=str(trainer.precision_plugin.precision)
-            )
+        """Raise InputError if a trained trunk would be kept in half precision.
+
+        A step of AdamW changes a weight by about its learning rate; at 5e-5 bfloat16 (8 binary digits) would round it
+        away for weights above about .02.
+        """
+        kept = {"torch_dtype": self.adapter.torch_dtype, "trainer.precision": trainer.precision_plugin.precision}
+        for name, value in kept.items() if self.settings.full else ():
+            if value in ("bfloat16", "bf16-true", "16-true"):
+                raise InputError(
+                    f"Expected `{name}` to keep weights in float32 with `full: true`, but got {value!r}: steps would "
+                    "be rounded away. Leave it out, and use `trainer.precision: bf16-mixed` on a GPU."
+                )
 
     # ---- training
 
@@ -463,11 +457,6 @@ class QuantileRewardModule(CalibratedModel):
         save_file(trained, folder / TRAINED_FILE, metadata={"format": "pt"})
         format = QUANTILE_PRM if self.public is None else quantiles_of(self.public).name
         RewardFile(format, self.settings.steps, self.levels, self.settings.target).write(folder)
-
-    @classmethod
-    def from_checkpoint(cls, path: str, *, base_model: str | None, dtype: str) -> Self:
-        place: dict[str, Any] = {} if base_model is None else {"base_model": base_model, "revision": None}
-        return cls.load_from_checkpoint(path, map_location="cpu", torch_dtype=dtype, **place)
 
     def _take_up(self, folder: Path) -> None:
         manifest = read_manifest(folder)

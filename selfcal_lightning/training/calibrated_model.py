@@ -193,6 +193,14 @@ class CalibratedModel(ScoringModule, ABC):
     def _load_network(self, base_model: str, **loading: Any) -> PreTrainedModel:
         return load_causal_lm(base_model, **loading)
 
+    @classmethod
+    def from_checkpoint(cls, path: str, *, base_model: str | None, dtype: str) -> Self:
+        """Return the module of a checkpoint on its base model as stored, even if training quantised it."""
+        place: dict[str, Any] = {} if base_model is None else {"base_model": base_model, "revision": None}
+        # Of those, a module takes the ones that it has.
+        place |= {"torch_dtype": dtype, "quantization": None, "gradient_checkpointing": False, "recompute_above": 0}
+        return cls.load_from_checkpoint(path, map_location="cpu", **place)
+
     # ---- packed rows
 
     def _check_packing(self) -> None:
@@ -322,14 +330,6 @@ class ConfidenceModel(CalibratedModel):
         query_ids = self.chats[name].query.suffix_ids
         save_adapter(self.model, folder, revision=self.revision, invocation_ids=query_ids, name=adapter_name(name))
         self.chat.tokenizer.save_pretrained(folder)
-
-    @classmethod
-    def from_checkpoint(cls, path: str, *, base_model: str | None, dtype: str) -> Self:
-        """Return the module of a checkpoint on its base model as stored, even if training quantised it."""
-        place: dict[str, Any] = {} if base_model is None else {"base_model": base_model, "revision": None}
-        # Of those, a module takes the ones that it has.
-        place |= {"torch_dtype": dtype, "quantization": None, "gradient_checkpointing": False, "recompute_above": 0}
-        return cls.load_from_checkpoint(path, map_location="cpu", **place)
 
     def merged(self) -> PreTrainedModel:
         """Return the model with its adapter merged. The module cannot be used afterwards."""

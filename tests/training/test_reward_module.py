@@ -34,7 +34,6 @@ from selfcal_lightning.rewards.module import (
     TRAINED_FILE,
     QuantileRewardModule,
     RewardBatch,
-    check_trunk_can_learn,
     reward_losses,
 )
 from selfcal_lightning.rewards.reading import check_rewards, completed, open_rewards, read_reward_file
@@ -260,19 +259,14 @@ def test_a_damaged_description_is_refused(changes: dict[str, Any], message: str,
         read_reward_file(tmp_path)
 
 
-def test_module_and_data_name_one_target(pool: Pool, store_dir: str) -> None:
-    trainer = trainer_with(max_steps=1)
-    with pytest.raises(InputError, match="`target` is 'outcome' in the module"):
-        trainer.fit(module_of(pool.model), datamodule=data_of(pool.model, store_dir, target="ssc"))
-
-
 def test_a_trunk_is_not_trained_in_half_precision(pool: Pool, store_dir: str) -> None:
     module = module_of(pool.model, lora=None, full=True, torch_dtype="bfloat16")
     with pytest.raises(InputError, match=r"`torch_dtype` to keep weights in float32 with `full: true`.*bf16-mixed"):
         trainer_with(max_steps=1).fit(module, datamodule=data_of(pool.model, store_dir))
+    module = module_of(pool.model, lora=None, full=True)
     with pytest.raises(InputError, match=r"`trainer\.precision` to keep weights in float32"):
-        check_trunk_can_learn(torch_dtype="auto", precision="bf16-true")
-    check_trunk_can_learn(torch_dtype="auto", precision="bf16-mixed")
+        module._check_trunk_can_learn(trainer_with(precision="bf16-true"))
+    module._check_trunk_can_learn(trainer_with(precision="bf16-mixed"))
 
 
 def test_votes_are_learnt_without_labels(pool: Pool) -> None:

@@ -87,7 +87,6 @@ SETTINGS: dict[type, list[tuple[dict[str, Any], str]]] = {
         ({"validation_share": 0.6}, r"`validation_share` must lie in \(0, 0.5\], but got 0.6"),
         ({"batch_size": 0}, "`batch_size` to be at least 1, but got 0"),
         ({"target_draws": 0}, "`target_draws` to be at least 1, but got 0"),
-        ({"target_draws": -1}, "`target_draws` to be at least 1"),
         ({"engine": EngineSettings("vllm")}, "to be transformers where hidden states are read"),
     ],
     RewardDataModule: [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,13 @@ from lightning.pytorch.strategies import (
     Strategy,
     XLAStrategy,
 )
+from support.house import ROOT
 from support.module_batches import module_of, quiet_trainer
 from support.trainers import trainer_of
 from support.training_runs import data_module, generation
 from transformers import LlamaConfig
 
+from selfcal_lightning import training
 from selfcal_lightning.callbacks.adapter_export import AdapterExport
 from selfcal_lightning.callbacks.confidence_writer import ConfidenceWriter
 from selfcal_lightning.core.errors import InputError
@@ -55,6 +58,13 @@ def test_what_the_table_says_is_what_happens(way: str, feature: str) -> None:
         assert REASONS[feature, way] in str(caught.value)
     else:
         check_support(trainer_of(way, precision), memory, **asked)
+
+
+def test_the_guide_imports_what_it_names() -> None:
+    guide = (ROOT / "docs" / "development" / "adding_a_module.md").read_text()
+    named = re.findall(r"^- `(\w+)`", guide, re.MULTILINE)
+    assert named == ["TrainedModule", "ScoringModule", "ConfidenceModel"]
+    assert all(isinstance(getattr(training, name), type) for name in [*named, "ScoredRows"])
 
 
 Untried = type("Untried", (Strategy,), dict.fromkeys(Strategy.__abstractmethods__))

@@ -43,6 +43,7 @@ def test_it_equals_one_that_was_drawn_at_once(at_once: Path, tmp_path: Path) -> 
     assert rows(tmp_path) == rows(at_once)
     store = SampleStore(tmp_path)
     assert (store.manifest.questions, store.manifest.rounds[0].samples_of("train")) == (12, 7)
+    assert store.manifest.rows == 12 * 7, "no response is counted twice"
     again = run(tmp_path, QUESTIONS, num_samples=7)
     assert (again.reused, again.generated) == (12, 0)
     index = SampleStore(tmp_path, num_samples=5).index()
@@ -97,6 +98,19 @@ def test_values_of_the_rows_stay(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     found = dict(zip(keys, index.confidences["mine"], strict=True))
     assert found == values
     assert "hidden" not in caplog.text
+
+
+def test_values_in_another_order_find_their_rows(tmp_path: Path) -> None:
+    """As `selfcal predict` writes them: all rows again, the longest first."""
+    for number in (2, 4):
+        run(tmp_path, QUESTIONS, num_samples=number, extend=True, questions_per_shard=5)
+        contents(tmp_path)
+    store, values = SampleStore(tmp_path), np.arange(12 * 4) / 100
+    index, order = store.index(), np.random.default_rng(0).permutation(12 * 4)
+    annotation = Annotation(tmp_path, "mine")
+    annotation.write_part("run", "p", index.select(order), values[order], store.manifest.shards)
+    annotation.publish("run", ["p"], origin={"by": "hand"}, details={})
+    assert store.index(confidences=["mine"]).confidences["mine"].tolist() == values.tolist()
 
 
 def test_it_is_re_extracted_and_repaired(tmp_path: Path) -> None:

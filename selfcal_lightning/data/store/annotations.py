@@ -294,13 +294,14 @@ def row_origins(index: SampleIndex, shards: Sequence[ShardEntry]) -> tuple[np.nd
         return origins, hashes
     names, questions = np.unique(index.question_id, return_inverse=True)
     place_of = {name: place for place, name in enumerate(names.tolist())}
+    order = np.argsort(questions, kind="stable")  # rows may come in any order, as those of `selfcal predict` do
+    edges = np.searchsorted(questions[order], np.arange(len(names) + 1))
     # A later copy is longer: from the longest to the shortest, the first shard of a row is set last.
     for name, count, sha in sorted((each for e in entries for each in e.continues), key=lambda each: -each[1]):
         if name in place_of:
-            start = np.searchsorted(questions, place_of[name])
-            rows = slice(start, np.searchsorted(questions, place_of[name], side="right"))
-            first = index.sample_index[rows] < count
-            origins[rows] = np.where(first, number[sha], origins[rows])
+            place = place_of[name]
+            rows = order[edges[place] : edges[place + 1]]
+            origins[rows[index.sample_index[rows] < count]] = number[sha]
     return origins, hashes
 
 

@@ -110,11 +110,12 @@ def merge_parts(
     num_hidden = sum(len(entry.dropped) for entry in merged)
     if strange := num_hidden - sum(map(len, found.continued.values())):
         logger.warning("%d questions of %s are hidden: they are in two parts, or a repair dropped them.", strange, root)
+    rows_hidden = sum(questions(entry)[name].samples for entry in merged for name in entry.dropped)
     rereads = [reread for folder in parts.part_folders(root) if (reread := parts.read_part(folder).reread)]
     return StoreManifest(
         rounds=manifest.read_rounds(root),
         questions=sum(entry.questions for entry in merged) - num_hidden,
-        rows=sum(entry.rows for entry in merged),
+        rows=sum(entry.rows for entry in merged) - rows_hidden,
         duplicate_questions=num_hidden,
         shards=tuple(merged),
         rereads=tuple(sorted(rereads, key=lambda reread: reread.at)),

@@ -39,8 +39,9 @@ Reader = Callable[[Path], list[Question]]
 @READERS
 def test_answer_and_reference_mean_the_same_as_text_or_number(read: Reader, tmp_path: Path) -> None:
     rows = [{"answer": 4}, {"reference": "4.0"}, {"answer": 4.0, "reference": 4.0}, {"answer": None}, {}]
+    rows += [{"answer": "She has 2 + 2 = <<2+2=4>>4 apples.\n#### 4"}]  # of GSM8K
     file = write_lines(tmp_path / "q.jsonl", *({"question": f"q{i}", **row} for i, row in enumerate(rows)))
-    assert [question.reference for question in read(file)] == ["4", "4", "4", None, None]
+    assert [question.reference for question in read(file)] == ["4", "4", "4", None, None, "4"]
 
 
 @READERS

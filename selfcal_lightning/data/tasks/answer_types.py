@@ -181,7 +181,7 @@ class NumberAnswers(Answers):
             return None
         if isinstance(gold, float):
             return format_number(Fraction(repr(gold))) if abs(gold) < float("inf") else None
-        return canonical_number(str(gold))
+        return canonical_number(str(gold).rpartition("####")[2])  # GSM8K: the answer follows the solution
 
     def extract(self, text: str, *, finished: bool = True) -> str | None:
         return read_number(text, finished=finished)

@@ -43,7 +43,8 @@ def answers(group: QuestionSamples) -> list[str | None]:
 
 def lm_eval_row(doc: int, *texts: str, **changes: Any) -> dict[str, Any]:
     return {
-        "doc_id": doc, "doc": {"question": f"{doc}+1?", "answer": f"#### {doc + 1}"}, "target": f"so #### {doc + 1}",
+        "doc_id": doc, "doc": {"question": f"{doc}+1?", "answer": f"#### {doc + 1}"},
+        "target": f"{doc} and 1 are\n#### {doc + 1}",
         "arguments": {"gen_args_0": {"arg_0": ['[{"role": "user", "content": "Q: few shots"}]'], "arg_1": {}}},
         "resps": [list(texts)], "filtered_resps": ["2"], "filter": "strict", "metrics": ["exact_match"],
         "exact_match": 1.0, "doc_hash": "x",
@@ -342,6 +343,22 @@ def test_importing_again_takes_nothing_twice_and_another_log_is_refused(tmp_path
     assert imported(path)[0].reused == 1
     with pytest.raises(InputError, match="or of this one before it changed"):
         imported(path, lm_eval_row(1, "The answer is 3."))
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        [f'{{"id": "a", "question": "1+1?", "responses": "2", "right": {one}}}' for one in ("true", "0", "null")],
+        ["id,question,responses,right", *(f"a,1+1?,2,{one}" for one in ("True", "False", ""))],
+        ["id,question,responses,right", *(f"a,1+1?,2,{one}" for one in ("TRUE", "false", ""))],
+    ],
+)
+def test_one_response_a_row_with_its_verdict(tmp_path: Path, lines: list[str]) -> None:
+    path = tmp_path / ("x.jsonl" if lines[0].startswith("{") else "x.csv")
+    path.write_text("\n".join(lines))
+    columns = Columns(id="id", responses="responses", correct="right")
+    (group,) = imported(path, columns=columns, task="local_number")[1].values()
+    assert verdicts(group) == [True, False, None]
 
 
 UNEQUAL = {"problem": "2+2?", "gold": "4", "generations": ["4", "5"], "checked": [True]}

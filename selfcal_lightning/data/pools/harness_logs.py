@@ -35,7 +35,8 @@ LARGEST_MEMBER = 2**28  # bytes of one sample in a zip
 ZSTANDARD = 93  # the zip method that inspect writes since 2026
 INSPECT_HEADS = ("_journal/start.json", "header.json")  # the second is written when a run ends
 LONGEST_LIST = 10_000
-FULL_SCORES = {"C": True, "I": False, "N": False, "True": True, "False": False, 1.0: True, 0.0: False, -1.0: False}
+FULL_SCORES = {"C": True, "I": False, "N": False, 1.0: True, 0.0: False, -1.0: False}
+FULL_SCORES |= {"True": True, "true": True, "TRUE": True, "False": False, "false": False, "FALSE": False}
 NUMBER = re.compile(r"-?\d+(\.\d*)?")
 FINISHES = {"stop": "stop", "eos": "stop", "endoftext": "stop", "end_turn": "stop", "length": "length"}
 FINISHES |= {"max_tokens": "length", "model_length": "length", "incomplete": "length", "completed": "stop"}
@@ -385,9 +386,10 @@ def read_dataset(log: Log) -> Iterator[LoggedResponse]:
     question_column, responses_column = columns.question or "question", columns.responses or "responses"
     for path, number, row in log.rows(tables=True):
         question, texts = (_needed(path, number, row, name) for name in (question_column, responses_column))
-        texts = [texts] if isinstance(texts, str) else list(texts)
         verdicts = row.get(columns.correct) if columns.correct else None
-        verdicts = [None] * len(texts) if verdicts is None else list(verdicts)
+        if isinstance(texts, str):  # one response a row, as in a CSV file
+            texts, verdicts = [texts], verdicts if isinstance(verdicts, list) else [verdicts]
+        verdicts = [None] * len(texts) if verdicts is None else verdicts
         if len(verdicts) != len(texts):
             expected = f"`{columns.correct}` of the length of `{responses_column}`, {len(texts)}"
             raise line_error(path, number, expected, str(len(verdicts)))
@@ -424,7 +426,7 @@ def _verdict(value: Any) -> bool | None:
 
 
 def _stated(path: Path, number: int, value: Any) -> bool | Unstated:
-    if value is None:
+    if value is None or value == "":  # an empty cell of a CSV file
         return UNSTATED
     if (verdict := _verdict(value)) is None:
         raise line_error(path, number, "a verdict to be true, false, 1 or 0", repr(value))

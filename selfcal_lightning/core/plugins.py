@@ -80,7 +80,7 @@ def loaded_plugins() -> list[str]:
 
 
 def plugin_packages() -> list[str]:
-    named = [Path(name).stem if name.endswith(_FILE_ENDING) else name for name in _loaded.values()]
+    named = [_module_name(Path(name)) if name.endswith(_FILE_ENDING) else name for name in _loaded.values()]
     return sorted({name.partition(":")[0].partition(".")[0] for name in (*named, *_loaded_points)})
 
 
@@ -110,10 +110,11 @@ def _import(name: str, place: str) -> ModuleType:
 
 def _import_file(file: Path) -> ModuleType:
     """Import a file as a module of the same name, unless that name is taken."""
-    taken = file.stem in sys.modules or importlib.util.find_spec(file.stem) is not None
-    if taken and _origin(file.stem) == str(file):
-        return importlib.import_module(file.stem)
-    name = f"selfcal_plugin_{file.stem}" if taken else file.stem
+    own = _module_name(file)
+    taken = own in sys.modules or importlib.util.find_spec(own) is not None
+    if taken and _origin(own) == str(file):
+        return importlib.import_module(own)
+    name = f"selfcal_plugin_{own}" if taken else own
     spec = importlib.util.spec_from_file_location(name, file)
     if spec is None or spec.loader is None:
         raise InputError(f"Expected {file} to be a Python file, but it cannot be imported.")
@@ -127,9 +128,13 @@ def _import_file(file: Path) -> ModuleType:
     return module
 
 
+def _module_name(file: Path) -> str:
+    return file.stem.replace(".", "_")  # what stands before a dot would be a package
+
+
 def _origin(name: str) -> str | None:
     if name in sys.modules:
-        file = sys.modules[name].__file__
+        file = getattr(sys.modules[name], "__file__", None)  # modules written in C have none
     else:
         spec = importlib.util.find_spec(name)
         file = None if spec is None else spec.origin

@@ -279,8 +279,8 @@ def read_json_object(path: str | Path, *, what: str = "as this program writes it
 
 
 def json_object_or_none(path: Path) -> dict[str, Any] | None:
-    """Return the JSON object in ``path``, or None if it holds anything else."""
-    if path.stat().st_size > LARGEST_JSON:
+    """Return the JSON object in ``path``, or None if it holds anything else or is not there."""
+    if path.is_file() and path.stat().st_size > LARGEST_JSON:
         return None
     try:
         return read_json_object(path)

@@ -11,7 +11,13 @@ from pathlib import Path
 import pytest
 from support.kill_worker import die_at
 
-from selfcal_lightning.core.files import open_atomically, remove_abandoned, write_atomically, write_json_lines
+from selfcal_lightning.core.files import (
+    json_object_or_none,
+    open_atomically,
+    remove_abandoned,
+    write_atomically,
+    write_json_lines,
+)
 
 
 def killed_at(call: int, path: Path) -> None:
@@ -67,3 +73,10 @@ def test_lines_that_break_off_leave_what_was_there(tmp_path: Path) -> None:
         write_json_lines(path, [{"a": 1}, {"a": float("nan")}])
     assert path.read_text() == '{"a": "é"}\n{"a": null}\n'
     assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("content", [None, b"", b"[1]", b'{"a": '])
+def test_a_report_that_is_not_there_or_damaged_is_none(tmp_path: Path, content: bytes | None) -> None:
+    if content is not None:
+        (tmp_path / "report.json").write_bytes(content)
+    assert json_object_or_none(tmp_path / "report.json") is None

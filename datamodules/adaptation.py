@@ -329,8 +329,7 @@ class RolloutDataModule(StoredDataModule):
             return read_targets(target, index, np.ones(len(index), dtype=bool), raw=raw)
         zero = self._read(store, collator, (0,))
         both = self._read(store, collator, (0, round))
-        num_zero = np.bincount(zero.question_index, minlength=int(both.question_index.max()) + 1)
-        is_anchor = both.sample_index < num_zero[both.question_index]
+        is_anchor = both.shard < len(zero.files)
         values, reasons = read_targets(target, both, is_anchor, raw=raw)
         return values[~is_anchor], reasons[~is_anchor]
 

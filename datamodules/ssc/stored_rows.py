@@ -47,7 +47,8 @@ def read_index(
             f"{store.path} was sampled for other {split!r} questions: {len(changed)} with other messages or "
             f"references, such as {changed[0]!r}. Use the sources of that run, or another store."
         )
-    return index.select(np.array([name in wanted for name in index.question_id]))
+    chosen = index.select(np.array([name in wanted for name in index.question_id]))
+    return replace(chosen, question_index=np.unique(chosen.question_index, return_inverse=True)[1])
 
 
 def check_stored_splits(

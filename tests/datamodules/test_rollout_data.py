@@ -79,6 +79,17 @@ def test_a_later_round_is_held_against_round_0(pool: Pool) -> None:
     assert found["mix"] == pytest.approx([(a + b) / 2 for a, b in zip(found["round"], found["anchor"], strict=True)])
 
 
+def test_questions_of_the_store_that_are_not_trained_on_do_not_count(pool: Pool) -> None:
+    store = pool.write("wider", answers_of("7", "7", "8", None), sampling=AT_ONE)
+    pool.write("wider", answers_of("8", "8", "9", "8"), sampling=AT_ONE, round=1)
+    last = [replace(TRAIN[0], offset=6, limit=6)]
+    data = data_of(pool, store, target="anchor", round=1, train=last, reward="reference", batch_size=24)
+    (batch,) = batches(data)
+    assert batch.target[torch.argsort(batch.row)].tolist() == pytest.approx([1 / 3, 1 / 3, 0.0, 1 / 3] * 6)
+    (anchors,) = data.anchor_batches(questions=4, samples=2)
+    assert anchors.batch_size == 4 * 2
+
+
 def test_nothing_of_the_gold_answers_reaches_the_module(pool: Pool, caplog: pytest.LogCaptureFixture) -> None:
     """Two stores that differ in nothing but which responses are right give the same batches."""
 

@@ -44,6 +44,8 @@ REFERENCE_FAULTS = {"Answer: Based on", "Answer: Because", "Answer: Doris", "Ans
         ("<think>maybe 3</think>Answer: 4", "4"), ("<think>" + "so 3. " * 10_000, None),
         (r"\boxed{1.5 \times 10^8}", "150000000"), (r"$-2\,\cdot\,10^{-3}$ m", "-0.002"),
         ("It is 3 × 10^2 m/s", "300"), (r"\boxed{1/2 \times 10^3}", "0.5"),
+        ("Answer: $10^{6}$", "1000000"), ("3/10^2 of 10^3", "1000"),
+        ("1\u202f234\u00a0567 km", "1234567"), ("10 000", "0"),
         (r"\boxed{12\,000}", "12000"), (r"\boxed{3\,4}", "3"),
         (r"(1,\,234)", "234"), ("Answer: 3e8 m", "300000000"),
         ("3e4.5", "3"), ("1e1000", None),

@@ -34,10 +34,11 @@ _FIELD = re.compile(
 )
 _DECIMAL = r"(?:\d{1,3}(?:,\d{3})+(?!,?\d)(?:\.\d+)?|\d+(?:\.\d+)?|\.\d+)(?:[eE][+-]?\d+(?!\.?\d))?"
 _EXPONENT = re.compile(r"[eE]([+-]?\d+)")
-_THIN_SPACED = re.compile(r"(?<![\w.,])\d{1,3}(?:\\,\d{3})+(?!\d|\\,\d)")
+_THIN_SPACE = r"(?:\\,|[\u00a0\u2009\u202f])"
+_THIN_SPACED = re.compile(rf"(?<![\w.,])\d{{1,3}}(?:{_THIN_SPACE}\d{{3}})+(?!\d|{_THIN_SPACE}\d)")
 # A factor of a product or of a fraction is left alone: 1/2 \times 10^3 is not 1/2000.
 _TIMES_POWER = re.compile(
-    r"(?<![\w.,^/])(?<!/\s)(\d[\d.,]*)(?:\s|\\,)*(?:\\(?:times|cdot)|[\u00d7\u00b7*x])(?:\s|\\,)*"
+    r"(?<![\w.,^/])(?<!/\s)(?:(\d[\d.,]*)(?:\s|\\,)*(?:\\(?:times|cdot)|[\u00d7\u00b7*x])(?:\s|\\,)*)?"
     r"10\s*\^\s*(?:\{\s*([+-]?\d+)\s*\}|([+-]?\d+))(?!\.?\d)"
 )
 _THOUSANDS_RUN = re.compile(r"(?:,\d{3})++(,?\d)?+")
@@ -189,8 +190,8 @@ def _matching_braces(text: str) -> dict[int, int]:
 def _plain_numerals(text: str) -> str:
     text = text.replace("\u2212", "-").replace("\u2013", "-").replace("{,}", ",").replace("\\!", "")
     text = text.replace("\\$", "").replace("$", "").replace("\u20ac", "").replace("\u00a3", "")
-    text = _THIN_SPACED.sub(lambda match: match.group().replace("\\,", ""), text)
-    text = _TIMES_POWER.sub(lambda match: f"{match[1]}e{match[2] or match[3]}", text)
+    text = _THIN_SPACED.sub(lambda match: re.sub(r"\D", "", match.group()), text)
+    text = _TIMES_POWER.sub(lambda match: f"{match[1] or 1}e{match[2] or match[3]}", text)
     text = _BEFORE_FRACTION.sub(" ", text)
     text = _LATEX_FRACTION.sub(lambda match: "/".join(group for group in match.groups() if group), text)
     # Commas that part a list are told from those of thousands once, so that reading stays linear.

@@ -173,6 +173,9 @@ def test_broken_files(tmp_path: Path) -> None:
         path.write_bytes(content)
         with pytest.raises(ValueError, match=message):
             import_pool(path, tmp_path / "store", tasks=FakeTask)
+    path.write_bytes(b"\n")
+    with pytest.raises(InputError, match="The file is empty"):
+        load_recorded_pool(path)
     path.write_bytes(b"\xef\xbb\xbf" + line.encode() + b"\n\n")
     assert import_pool(path, tmp_path / "store", tasks=FakeTask).questions == 1
 

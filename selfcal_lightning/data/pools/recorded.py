@@ -106,7 +106,7 @@ def _what_is_there(path: Path) -> str:
     else:
         found = [(str(line.get("split", UNNAMED)), str(line.get("task"))) for _, line in read_json_lines(path)]
     if not found:
-        return "It holds none at all: finish `selfcal generate` first."
+        return "It holds none at all: finish `selfcal generate` first." if path.is_dir() else "The file is empty."
     splits, tasks = (", ".join(sorted(set(names))) for names in zip(*found, strict=True))
     return f"It holds the split {splits} and the task {tasks}."
 

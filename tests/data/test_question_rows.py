@@ -70,6 +70,12 @@ def test_a_mistake_is_named_with_file_and_line(read: Reader, row: dict[str, Any]
         read(write_lines(tmp_path / "q.jsonl", {"question": "fine", "answer": 1}, row))
 
 
+def test_a_column_of_years_with_gaps_holds_whole_numbers(tmp_path: Path) -> None:
+    rows = [{"question": "When?", "answer": 1999.0}, {"question": "Where?", "answer": None}]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "q.parquet")
+    assert [q.reference for q in read_questions(tmp_path / "q.parquet", task="local_text")] == ["1999", None]
+
+
 def test_fields_of_ones_own_are_left_alone_and_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file = write_lines(tmp_path / "q.jsonl", *({"question": f"q{i}", "level": i, "topic": "t"} for i in range(3)))
     assert len(asked(file)) == 3

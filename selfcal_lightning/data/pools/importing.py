@@ -28,6 +28,7 @@ from selfcal_lightning.data.tasks.dataset import DatasetTask
 from selfcal_lightning.data.tasks.judging import is_failed
 from selfcal_lightning.data.tasks.math_processes import Undecided, say_undecided
 from selfcal_lightning.data.tasks.registry import get_task
+from selfcal_lightning.data.tasks.rows import as_text
 from selfcal_lightning.records import Message, Question, QuestionSamples, Unstated
 
 SAMPLED, GROUND_TRUTH = "sampled.jsonl", "ground_truth.jsonl"
@@ -158,10 +159,8 @@ def _question(path: Path, number: int, row: Mapping[str, Any], truth: Mapping[st
 
 
 def _text(value: object) -> str | None:
-    """Return an answer as text, whole numbers without a point; None for an empty one."""
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)
-    text = "" if value is None else str(value)
+    """Return an answer as text; None for an empty one."""
+    text = "" if value is None else as_text(value)
     return text if text.strip() else None
 
 

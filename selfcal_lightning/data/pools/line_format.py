@@ -27,7 +27,7 @@ from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.data.store.shards import StoredRow
 from selfcal_lightning.data.tasks.base import Task
 from selfcal_lightning.data.tasks.judging import judge
-from selfcal_lightning.data.tasks.rows import ANSWER, SYNONYM, check_spelling, given_answer
+from selfcal_lightning.data.tasks.rows import ANSWER, SYNONYM, as_text, check_spelling, given_answer
 from selfcal_lightning.records import (
     IMPORTED,
     UNSTATED,
@@ -132,7 +132,7 @@ def _with_reference(line: dict[str, Any], *, origin: str) -> dict[str, Any]:
         return line
     found = given_answer(line, origin=origin)
     if isinstance(found, int | float) and not isinstance(found, bool):
-        found = str(int(found)) if isinstance(found, int) or found.is_integer() else repr(found)
+        found = as_text(found)
     return {**{name: value for name, value in line.items() if name != ANSWER}, SYNONYM: found}
 
 

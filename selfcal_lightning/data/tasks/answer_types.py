@@ -26,6 +26,7 @@ from selfcal_lightning.data.tasks.extraction import (
     stated_short_text,
 )
 from selfcal_lightning.data.tasks.math_processes import MathComparer, default_comparer
+from selfcal_lightning.data.tasks.rows import as_text
 
 TOLERANCE = Fraction(1, 1_000_000)
 MAX_DECIMAL_ERROR = Fraction(1, 10_000)
@@ -261,7 +262,7 @@ class ShortTextAnswers(Answers):
         if gold is None:
             return None
         names = [gold] if isinstance(gold, str) or not isinstance(gold, Sequence) else gold
-        aliases = [alias for name in names if (alias := normalise_short_text(str(name)))]
+        aliases = [alias for name in names if (alias := normalise_short_text(as_text(name)))]
         if len(aliases) > 1:
             return json.dumps(aliases, ensure_ascii=False)
         return aliases[0] if aliases else None

@@ -354,6 +354,11 @@ def write_options(question: str, options: Sequence[str]) -> str:
     return "\n".join([question.strip(), *lines])
 
 
+def as_text(value: object) -> str:
+    """Return an answer as text, whole numbers without a point: a column of numbers with gaps may hold 1999.0."""
+    return str(int(value) if isinstance(value, float) and value.is_integer() else value)
+
+
 def given_answer(row: Mapping[str, Any], *, origin: str) -> Any:
     answers = [row[name] for name in (ANSWER, SYNONYM) if row.get(name) is not None]
     if len(answers) > 1 and answers[0] != answers[1]:

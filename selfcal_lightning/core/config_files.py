@@ -22,13 +22,15 @@ def config_files(arguments: Sequence[str]) -> list[Path]:
     return [Path(value) for value in _config_values(arguments) if not _is_yaml(value)]
 
 
-def _config_values(arguments: Sequence[str]) -> list[str]:
-    found: list[str] = []
-    for place, argument in enumerate(arguments):
+def given_options(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yield each argument as an option, with what stands behind its "=", or else with the next argument."""
+    for argument, following in zip(arguments, [*arguments, ""][1:], strict=True):
         option, given, value = argument.partition("=")
-        if option in OPTIONS:
-            found += [value] if given else list(arguments[place + 1 : place + 2])
-    return found
+        yield option, value if given else following
+
+
+def _config_values(arguments: Sequence[str]) -> list[str]:
+    return [value for option, value in given_options(arguments) if option in OPTIONS and value]
 
 
 def _is_yaml(value: str) -> bool:
@@ -110,12 +112,9 @@ def given_settings(arguments: Sequence[str]) -> dict[str, Any]:
     settings: dict[str, Any] = {}
     for value in _config_values(arguments):
         settings |= _flat(_yaml_text(value) if _is_yaml(value) else read_config(Path(value)))
-    for place, argument in enumerate(arguments):
-        option, given, value = argument.partition("=")
-        if not option.startswith("--") or option in OPTIONS:
-            continue
-        following = arguments[place + 1] if place + 1 < len(arguments) else ""
-        settings[_short(option[2:])] = value if given else following
+    for option, value in given_options(arguments):
+        if option.startswith("--") and option not in OPTIONS:
+            settings[_short(option[2:])] = value
     return settings
 
 

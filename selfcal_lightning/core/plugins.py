@@ -18,7 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from selfcal_lightning.core.config_files import config_files, read_config
+from selfcal_lightning.core.config_files import config_files, given_options, read_config
 from selfcal_lightning.core.errors import InputError, UserError
 
 OPTION = "plugins"
@@ -36,11 +36,9 @@ _loaded_points: set[str] = set()
 
 def named_plugins(arguments: Sequence[str]) -> list[str]:
     found = [name for path in config_files(arguments) for name in _names(read_config(path).get(OPTION))]
-    for place, argument in enumerate(arguments):
-        option, given, value = argument.partition("=")
+    for option, value in given_options(arguments):
         if option in (f"--{OPTION}", f"--{OPTION}+"):
-            following = arguments[place + 1] if place + 1 < len(arguments) else ""
-            found += _names(value if given else following)
+            found += _names(value)
     return list(dict.fromkeys(found))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import Enum
@@ -376,11 +377,6 @@ def sample_seed(run_seed: int, round_index: int, question_id: str, index: int) -
 
 
 def duplicate_ids(questions: Sequence[Question]) -> list[str]:
-    """Return the ids that occur more than once, in the order of their second occurrence."""
-    seen: set[str] = set()
-    repeated: dict[str, None] = {}
-    for question in questions:
-        if question.id in seen:
-            repeated[question.id] = None
-        seen.add(question.id)
-    return list(repeated)
+    """Return the ids that occur more than once, in the order of their first occurrence."""
+    counts = Counter(question.id for question in questions)
+    return [name for name, count in counts.items() if count > 1]

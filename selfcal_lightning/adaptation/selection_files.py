@@ -51,8 +51,7 @@ def read_source(
     store = SampleStore(store_dir)
     record = store.round_manifest(round)
     names = _annotations(store_dir, settings)
-    index = store.index(split=split, round=round, confidences=names)
-    index = index if task is None else index.select(index.task == task)
+    index = store.index(split=split, round=round, task=task, confidences=names)
     if not len(index):
         raise InputError(f"{store_dir} holds no question of split {split!r}, round {round} and task {task!r}.")
     with Progress(len(index), label=f"Reading {store.path.name}", only_if_slow=True) as progress:

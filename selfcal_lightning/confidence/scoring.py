@@ -37,7 +37,6 @@ from selfcal_lightning.data.store.annotations import Annotation
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.data.store.shards import SampleIndex
 from selfcal_lightning.data.tasks.judging import is_failed
-from selfcal_lightning.data.tasks.registry import get_task
 from selfcal_lightning.engines.opening import check_engine
 from selfcal_lightning.models.folders import check_adapter_name
 from selfcal_lightning.records import QuestionSamples, Sample, question_hash
@@ -64,7 +63,7 @@ class PoolTarget:
         if not (output.exists() and output.samefile(path)):
             check_replaceable(output, is_written_pool, option="output", kind="a pool that was written before")
         self._output, self._overwrite = output, overwrite
-        lines = read_foreign_pool(path, task=task, split=None, tasks=get_task, default_split=UNNAMED)
+        lines = read_foreign_pool(path, task=task, split=None, default_split=UNNAMED)
         self._lines: list[PoolLine] = [line for _, line in lines]
         self.num_responses = sum(len(line.responses) for line in self._lines)
         if not self.num_responses:
@@ -86,7 +85,7 @@ class PoolTarget:
         start = 0
         for line in self._lines:
             if line.responses:
-                yield start, judge_line(line, get_task(line.question.task))
+                yield start, judge_line(line)
             start += len(line.responses)
 
     def lacking(self, name: str, entry: Entry) -> list[int]:
@@ -128,8 +127,8 @@ class PoolTarget:
 def select_rows(
     store: SampleStore, *, split: str | None, round: int, task: str | None, shard: tuple[int, int]
 ) -> SampleIndex:
-    index = store.index(split=split, round=round)
-    keep = np.ones(len(index), dtype=bool) if task is None else index.task == task
+    index = store.index(split=split, round=round, task=task)
+    keep = np.ones(len(index), dtype=bool)
     if shard[1] > 1:
         names, codes = np.unique(index.question_id, return_inverse=True)
         mine = np.array([question_hash(name) % shard[1] == shard[0] for name in names], dtype=bool)

@@ -24,11 +24,16 @@ from selfcal_lightning.data.pools.recorded import load_recorded_pool
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.data.tasks import math_processes
 from selfcal_lightning.data.tasks.math_processes import MathComparer
-from selfcal_lightning.data.tasks.registry import get_task
+from selfcal_lightning.data.tasks.registry import TASKS, get_task
 from selfcal_lightning.models.chat_format import ChatFormat, load_tokenizer
 from selfcal_lightning.records import Message
 
 HEADER = "<|assistant|>\n"
+
+
+@pytest.fixture(autouse=True)
+def _fake(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(TASKS, "fake", FakeTask())
 
 
 def pool() -> list[dict[str, Any]]:
@@ -50,13 +55,13 @@ def test_questions_without_a_response_are_counted_where_a_file_is_read(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = write_lines(tmp_path / "pool.jsonl", *pool())
-    assert [entry.question.id for entry in load_recorded_pool(path, tasks=FakeTask).entries] == ["a", "b"]
+    assert [entry.question.id for entry in load_recorded_pool(path).entries] == ["a", "b"]
     assert f"1 of 3 questions in {path} have no response and are left out" in capsys.readouterr().err
 
 
 def test_a_pool_is_read_judged_and_counted(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "pool.jsonl", *pool())
-    report = import_pool(path, tmp_path / "store", split="train", tasks=FakeTask)
+    report = import_pool(path, tmp_path / "store", split="train")
     assert (report.questions, report.reused, report.without_responses, report.responses) == (3, 0, 1, 5)
     assert (report.extracted, report.verified, report.unreadable) == (3, 3, 1)
     store = SampleStore(tmp_path / "store")
@@ -71,16 +76,16 @@ def test_a_pool_is_read_judged_and_counted(tmp_path: Path) -> None:
     assert store.index().num_tokens.tolist() == [-1, -1, 4, 2, -1]
     assert [s.correct for s in b.samples] == [None]
     assert store.round_manifest().fingerprint.model.model == "imported"
-    again = import_pool(path, tmp_path / "store", split="train", tasks=FakeTask)
+    again = import_pool(path, tmp_path / "store", split="train")
     assert (again.reused, again.responses) == (2, 0)
 
 
 @pytest.mark.parametrize("token_ids", [False, True])
 def test_a_pool_goes_round(tmp_path: Path, token_ids: bool) -> None:
-    import_pool(write_lines(tmp_path / "pool.jsonl", *pool()), tmp_path / "one", split="test", tasks=FakeTask)
+    import_pool(write_lines(tmp_path / "pool.jsonl", *pool()), tmp_path / "one", split="test")
     report = export_pool(tmp_path / "one", tmp_path / "out" / "pool.jsonl", token_ids=token_ids)
     assert (report.questions, report.responses) == (2, 5)
-    second = import_pool(tmp_path / "out" / "pool.jsonl", tmp_path / "two", tasks=FakeTask)
+    second = import_pool(tmp_path / "out" / "pool.jsonl", tmp_path / "two")
     assert (second.extracted, second.verified) == (0, 0)
     one, two = (list(SampleStore(tmp_path / name).samples()) for name in ("one", "two"))
     if token_ids:
@@ -111,7 +116,7 @@ def test_an_import_counts_what_it_could_not_decide(
 
 
 def test_an_export_of_nothing_is_an_error_and_leaves_no_file(tmp_path: Path) -> None:
-    import_pool(write_lines(tmp_path / "pool.jsonl", *pool()), tmp_path / "store", split="train", tasks=FakeTask)
+    import_pool(write_lines(tmp_path / "pool.jsonl", *pool()), tmp_path / "store", split="train")
     with pytest.raises(ValueError, match="of split 'tset', round 0 and task None, but got none"):
         export_pool(tmp_path / "store", tmp_path / "out.jsonl", split="tset")
     with pytest.raises(FileNotFoundError, match=r"sample store in .*other"):  # no word of the disk of what is written
@@ -157,7 +162,7 @@ def test_a_bad_line_is_named_before_anything_is_stored(
     lines[1] = [1] if changes is None else {name: value for name, value in changed.items() if value is not ...}
     path = write_lines(tmp_path / "pool.jsonl", *lines)
     with pytest.raises(ValueError, match=rf"pool\.jsonl:2: Expected .*{message}"):
-        import_pool(path, tmp_path / "store", tasks=FakeTask)
+        import_pool(path, tmp_path / "store")
     assert not (tmp_path / "store").exists()
 
 
@@ -172,24 +177,24 @@ def test_broken_files(tmp_path: Path) -> None:
     ):
         path.write_bytes(content)
         with pytest.raises(ValueError, match=message):
-            import_pool(path, tmp_path / "store", tasks=FakeTask)
+            import_pool(path, tmp_path / "store")
     path.write_bytes(b"\n")
     with pytest.raises(InputError, match="The file is empty"):
         load_recorded_pool(path)
     path.write_bytes(b"\xef\xbb\xbf" + line.encode() + b"\n\n")
-    assert import_pool(path, tmp_path / "store", tasks=FakeTask).questions == 1
+    assert import_pool(path, tmp_path / "store").questions == 1
 
 
 def test_another_file_is_not_mixed_in(tmp_path: Path) -> None:
     first = write_lines(tmp_path / "one.jsonl", *pool()[:1])
     second = write_lines(tmp_path / "two.jsonl", *pool()[1:])
-    import_pool(first, tmp_path / "store", split="train", tasks=FakeTask)
+    import_pool(first, tmp_path / "store", split="train")
     with pytest.raises(ValueError, match=r"those of another file, or of this one.*another `store_dir`"):
-        import_pool(second, tmp_path / "store", split="train", tasks=FakeTask)
+        import_pool(second, tmp_path / "store", split="train")
     first.rename(tmp_path / "moved.jsonl")
-    assert import_pool(tmp_path / "moved.jsonl", tmp_path / "store", split="train", tasks=FakeTask).reused == 1
+    assert import_pool(tmp_path / "moved.jsonl", tmp_path / "store", split="train").reused == 1
     with pytest.raises(ValueError, match="Expected split 'train' as stored, but got 'test'"):
-        import_pool(tmp_path / "moved.jsonl", tmp_path / "store", split="test", tasks=FakeTask)
+        import_pool(tmp_path / "moved.jsonl", tmp_path / "store", split="test")
 
 
 def records() -> list[dict[str, Any]]:
@@ -203,8 +208,7 @@ def records() -> list[dict[str, Any]]:
 
 
 def import_records(path: Path, store: Path) -> RecordsReport:
-    settings: dict[str, Any] = {"prompt_separator": HEADER, "task": "fake", "end_of_turn": "<|end|>", "tasks": FakeTask}
-    return import_training_records(path, store, **settings)
+    return import_training_records(path, store, prompt_separator=HEADER, task="fake", end_of_turn="<|end|>")
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])

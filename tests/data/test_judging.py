@@ -15,7 +15,7 @@ from selfcal_lightning.data.pools.importing import import_pool
 from selfcal_lightning.data.pools.recorded import load_recorded_pool
 from selfcal_lightning.data.tasks.base import Task
 from selfcal_lightning.data.tasks.judging import judge
-from selfcal_lightning.data.tasks.registry import get_task
+from selfcal_lightning.data.tasks.registry import TASKS, get_task
 from selfcal_lightning.records import Message, Question, Response
 
 
@@ -84,11 +84,13 @@ def test_a_live_response_and_its_record_are_one_sample(
     question = Question("q", task.name, (Message("user", "?"),), gold, "?")
     live = judge(question, responses, task, round=0)
     (folder / "pool.jsonl").write_text(json.dumps(as_line(question, responses)) + "\n")
-    import_pool(folder / "pool.jsonl", folder / "store", tasks=lambda _: task)
-    for place in ("pool.jsonl", "store"):
-        (entry,) = load_recorded_pool(folder / place, tasks=lambda _: task).entries
-        assert entry.samples == live
-        assert entry.question == question
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(TASKS, task.name, task)
+        import_pool(folder / "pool.jsonl", folder / "store")
+        for place in ("pool.jsonl", "store"):
+            (entry,) = load_recorded_pool(folder / place).entries
+            assert entry.samples == live
+            assert entry.question == question
 
 
 CUT_CASES = [

@@ -25,6 +25,7 @@ from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.data.store.shards import StoreCorruptError
 from selfcal_lightning.data.tasks.base import reader_version
 from selfcal_lightning.data.tasks.judging import judge_anew
+from selfcal_lightning.data.tasks.registry import TASKS
 from selfcal_lightning.records import Question, QuestionSamples, Sample
 
 
@@ -170,10 +171,11 @@ def test_it_waits_for_no_writer(tmp_path: Path) -> None:
     re_extract_answers(store, tasks=Mended)
 
 
-def test_answers_that_came_with_a_file_are_not_replaced(tmp_path: Path) -> None:
+def test_answers_that_came_with_a_file_are_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(TASKS, "fake", FakeTask())
     line = '{"id": "a", "task": "fake", "split": "s", "question": "?", "reference": null, "responses": [{"text": "x"}]}'
     (tmp_path / "pool.jsonl").write_text(line + "\n")
-    import_pool(tmp_path / "pool.jsonl", tmp_path / "store", tasks=FakeTask)
+    import_pool(tmp_path / "pool.jsonl", tmp_path / "store")
     with pytest.raises(ValueError, match=r"made elsewhere.*Import the file again"):
         re_extract_answers(SampleStore(tmp_path / "store"), tasks=Mended)
 

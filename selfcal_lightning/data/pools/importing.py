@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -206,7 +206,6 @@ def import_pool(
     *,
     task: str | None = None,
     split: str | None = None,
-    tasks: Callable[[str], Task] = get_task,
 ) -> ImportReport:
     """Read a JSON-lines pool of responses made elsewhere into its own store.
 
@@ -216,15 +215,14 @@ def import_pool(
     path = Path(path)
     sizes: dict[str, int] = {}
     with Progress(count_lines(path), label=f"Checking {path.name}", unit="lines", only_if_slow=True) as progress:
-        for _, line in counted(read_foreign_pool(path, task=task, split=split, tasks=tasks), progress):
+        for _, line in counted(read_foreign_pool(path, task=task, split=split), progress):
             sizes[line.question.id] = len(line.responses)
-            tasks(line.question.task)
+            get_task(line.question.task)
     if not sizes:
         raise InputError(f"Expected {path} to hold a question on every line, but got an empty file.")
     with Stage(f"Hashing {path.name}"):
         store = open_imported(store_dir, path, {"task": task})
-    lines = read_foreign_pool(path, task=task, split=split, tasks=tasks)
-    return _store_lines(path, store, lines, sizes, Counter(), tasks=tasks)
+    return _store_lines(path, store, read_foreign_pool(path, task=task, split=split), sizes, Counter())
 
 
 def import_sampled(path: Path, store_dir: str | Path, *, task: str, split: str, stated: bool = True) -> ImportReport:
@@ -332,8 +330,6 @@ def _store_lines(
     lines: Iterable[tuple[int, PoolLine]],
     sizes: Mapping[str, int],
     skipped: Counter[str],
-    *,
-    tasks: Callable[[str], Task] = get_task,
 ) -> ImportReport:
     """Verify and store the ``lines`` that the store lacks, and join it; ``sizes`` are their numbers of responses."""
     before, counts = Undecided.so_far(), Counter[str]()
@@ -350,7 +346,7 @@ def _store_lines(
                 elif not line.responses:
                     counts["without_responses"] += 1
                 else:
-                    judged = judge_line(line, tasks(line.question.task))
+                    judged = judge_line(line)
                     writer.append(judged)
                     unreadable = sum(sample.answer is None for sample in judged.samples)
                     counts["responses"] += len(judged.samples)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
@@ -27,6 +27,7 @@ from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.data.store.shards import StoredRow
 from selfcal_lightning.data.tasks.base import Task
 from selfcal_lightning.data.tasks.judging import judge
+from selfcal_lightning.data.tasks.registry import get_task
 from selfcal_lightning.data.tasks.rows import ANSWER, SYNONYM, as_text, check_spelling, given_answer
 from selfcal_lightning.records import (
     IMPORTED,
@@ -184,8 +185,9 @@ def recorded_response(response: Mapping[str, Any]) -> RecordedResponse:
     )
 
 
-def judge_line(line: PoolLine, task: Task) -> QuestionSamples:
+def judge_line(line: PoolLine) -> QuestionSamples:
     """Return the samples of a line; missing answers and verdicts are extracted and verified."""
+    task = get_task(line.question.task)
     samples = judge(line.question, [recorded_response(response) for response in line.responses], task)
     return QuestionSamples(line.question, samples, line.split)
 
@@ -243,12 +245,12 @@ UNNAMED = "test"
 
 
 def read_foreign_pool(
-    path: Path, *, task: str | None, split: str | None, tasks: Callable[[str], Task], default_split: str | None = None
+    path: Path, *, task: str | None, split: str | None, default_split: str | None = None
 ) -> Iterator[tuple[int, PoolLine]]:
     """Yield (line number, line) of a pool, or of a task's data set with ``responses`` if the first line has no id."""
     first = next((line for _, line in islice(read_json_lines(path), 1)), {})
     if task is not None and "id" not in first and "responses" in first:
-        lines = _read_rows(path, tasks(task), split or default_split or UNNAMED)
+        lines = _read_rows(path, get_task(task), split or default_split or UNNAMED)
     else:
         lines = read_pool(path, task=task, split=split, default_split=default_split)
     seen: dict[str, int] = {}

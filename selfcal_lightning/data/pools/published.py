@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
@@ -16,7 +16,6 @@ from selfcal_lightning.core.files import line_error, read_json_lines, write_json
 from selfcal_lightning.data.pools.importing import QUESTIONS_PER_SHARD, further_counts
 from selfcal_lightning.data.pools.line_format import TRL_FIELDS, check_line, open_imported
 from selfcal_lightning.data.store.shards import read_parquet
-from selfcal_lightning.data.tasks.base import Task
 from selfcal_lightning.data.tasks.judging import judge
 from selfcal_lightning.data.tasks.registry import get_task
 from selfcal_lightning.models.chat_format import ChatFormat, load_tokenizer
@@ -55,13 +54,12 @@ def import_training_records(
     end_of_turn: str = "",
     model: str | None = None,
     revision: str | None = None,
-    tasks: Callable[[str], Task] = get_task,
 ) -> RecordsReport:
     """Read published training records into their own store, as samples with finished targets."""
     path = Path(path)
     if not prompt_separator:
         raise InputError("Expected `prompt_separator` to be the text that opens the assistant's turn, but got ''.")
-    reader = tasks(task)
+    reader = get_task(task)
     groups: dict[str, list[RecordedResponse]] = {}
     counts = dict.fromkeys(("records", "unreadable", "without_target", "doubled_prompts", "ended"), 0)
     others: set[str] = set()

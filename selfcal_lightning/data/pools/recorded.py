@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from hashlib import blake2b
@@ -20,10 +20,8 @@ from selfcal_lightning.data.store.annotations import Annotation
 from selfcal_lightning.data.store.overview import counted_samples
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.data.store.shards import read_shard
-from selfcal_lightning.data.tasks.base import Task
 from selfcal_lightning.data.tasks.judging import total_tokens
 from selfcal_lightning.data.tasks.math_processes import Undecided, say_undecided
-from selfcal_lightning.data.tasks.registry import get_task
 from selfcal_lightning.records import QuestionSamples
 
 
@@ -65,7 +63,6 @@ def load_recorded_pool(
     limit: int | None = None,
     texts: bool = True,
     token_ids: bool = True,
-    tasks: Callable[[str], Task] = get_task,
 ) -> RecordedPool:
     """Read a JSON-lines pool, or a split of a sample store, into memory.
 
@@ -83,7 +80,7 @@ def load_recorded_pool(
             "file. A file's responses carry their own; `selfcal import-pool` makes a store of it."
         )
     else:
-        pool = _from_file(path, split, task, limit=limit, texts=texts, token_ids=token_ids, tasks=tasks)
+        pool = _from_file(path, split, task, limit=limit, texts=texts, token_ids=token_ids)
     if not pool.entries:
         raise InputError(
             f"Expected {path} to hold questions of split {split!r} and task {task!r} with responses, but got none. "
@@ -125,8 +122,7 @@ def _from_store(
         entries = tuple(found if token_ids else (_without(entry, token_ids=None) for entry in found))
     else:
         with Stage(f"Reading the columns of {path.name}"):
-            index = store.index(split=split, confidences=confidences)
-            index = index if task is None else index.select(index.task == task)
+            index = store.index(split=split, task=task, confidences=confidences)
         with Progress(len(index), label=f"Reading {path.name}", only_if_slow=True) as progress:
             entries = tuple(counted_samples(store, index, limit=limit, on_rows=progress.update))
     return RecordedPool(entries, fingerprint.prompt.query_tokens, annotation_estimators(path, confidences), facts)
@@ -140,13 +136,12 @@ def annotation_estimators(store: str | Path, names: Sequence[str]) -> dict[str, 
 
 
 def _from_file(
-    path: Path, split: str | None, task: str | None, *, limit: int | None, texts: bool, token_ids: bool,
-    tasks: Callable[[str], Task],
-) -> RecordedPool:  # fmt: skip
+    path: Path, split: str | None, task: str | None, *, limit: int | None, texts: bool, token_ids: bool
+) -> RecordedPool:
     """Read and verify the lines of a file; questions without a response are left out and counted."""
 
     def read() -> Iterator[tuple[int, PoolLine]]:
-        return read_foreign_pool(path, task=task, split=None, tasks=tasks, default_split=split or UNNAMED)
+        return read_foreign_pool(path, task=task, split=None, default_split=split or UNNAMED)
 
     def chosen(lines: Iterable[tuple[int, PoolLine]]) -> Iterator[PoolLine]:
         return (line for _, line in lines if split in (None, line.split))
@@ -162,7 +157,7 @@ def _from_file(
     before = Undecided.so_far()
     with Progress(sum(sizes[:limit]), label=f"Reading {path.name}") as progress:
         for line in islice((line for line in chosen(read()) if line.responses), limit):
-            judged = judge_line(line, tasks(line.question.task))
+            judged = judge_line(line)
             entries.append(_without(judged, **emptied) if emptied else judged)
             progress.update(len(judged.samples), unreadable=sum(sample.answer is None for sample in judged.samples))
     say_undecided(before)
@@ -186,8 +181,7 @@ def texts_digest(path: str | Path, *, split: str | None = None, task: str | None
 
 def _texts_of_store(path: Path, split: str | None, task: str | None) -> Iterator[tuple[str, int, str]]:
     store = SampleStore(path)
-    index = store.index(split=split)
-    index = index if task is None else index.select(index.task == task)
+    index = store.index(split=split, task=task)
     for shard in np.unique(index.shard).tolist():
         table = read_shard(store.path / index.files[shard], columns=("question_id", "index", "text"))
         rows = table.take(index.row[index.shard == shard]).to_pydict()

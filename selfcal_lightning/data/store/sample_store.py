@@ -263,7 +263,9 @@ class SampleStore:
         entries = [entry for folder in folders for entry in read_part(folder).shards]
         return sum(entry.questions for entry in entries if entry.round == round)
 
-    def index(self, *, split: str | None = None, round: int = 0, confidences: Sequence[str] = ()) -> SampleIndex:
+    def index(
+        self, *, split: str | None = None, round: int = 0, task: str | None = None, confidences: Sequence[str] = ()
+    ) -> SampleIndex:
         """Return the numeric and short columns of the joined samples of ``round``, sorted by question and sample.
 
         ``confidences`` names annotations to add; rows without a value are nan, and their number is logged.
@@ -279,8 +281,9 @@ class SampleStore:
             table = shards.read_shard(self.path / entry.file, columns=shards.INDEX_COLUMNS)
             self._check_fingerprint(entry, table)
             keep = np.ones(table.num_rows, dtype=bool)
-            if split is not None:
-                keep &= table["split"].to_numpy() == split
+            for name, wanted in (("split", split), ("task", task)):
+                if wanted is not None:
+                    keep &= table[name].to_numpy() == wanted
             if self.num_samples is not None:
                 keep &= table["index"].to_numpy() < self.num_samples
             if entry.dropped:
@@ -303,9 +306,7 @@ class SampleStore:
         self, *, split: str | None = None, round: int = 0, task: str | None = None, confidences: Sequence[str] = ()
     ) -> Iterator[list[StoredRow]]:
         """Yield the rows of each joined question of ``round``, by question id; see :meth:`index` on ``confidences``."""
-        index = self.index(split=split, round=round, confidences=confidences)
-        if task is not None:
-            index = index.select(index.task == task)
+        index = self.index(split=split, round=round, task=task, confidences=confidences)
         for start, stop in pairwise(index.edges):
             yield add_confidences(self.read_rows(index.locate(range(start, stop))), index, start, confidences)
 

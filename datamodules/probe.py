@@ -65,9 +65,6 @@ class ProbeDataset(Dataset[ProbeBatch]):
     def __len__(self) -> int:
         return len(self.rows.target)
 
-    def __getitem__(self, row: int) -> ProbeBatch:
-        return self.__getitems__([row])
-
     def __getitems__(self, rows: list[int]) -> ProbeBatch:
         return ProbeBatch(*(column[rows] for column in self.rows))
 

@@ -7,6 +7,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -176,11 +177,8 @@ class TupleTable:
 
 
 def question_slices(index: SampleIndex) -> Iterator[slice]:
-    """Yield the rows of each question; the index is sorted by question."""
-    if len(index):
-        edges = np.flatnonzero(np.diff(index.question_index)) + 1
-        for start, stop in zip([0, *edges], [*edges, len(index)], strict=True):
-            yield slice(int(start), int(stop))
+    """Return the rows of each question; the index is sorted by question."""
+    return (slice(start, stop) for start, stop in pairwise(index.edges))
 
 
 def compute_targets(
@@ -311,10 +309,6 @@ class TupleDataset(Dataset[TupleRows]):
 
     def __len__(self) -> int:
         return len(self.table)
-
-    def __getitem__(self, row: int) -> TupleRows:
-        nothing = np.zeros(1)
-        return self.__getitems__(MicroBatch(np.array([row]), np.array([True]), nothing, nothing, 0.0, 0.0))
 
     def __getitems__(self, micro: MicroBatch) -> TupleRows:
         table, rows = self.table, micro.rows

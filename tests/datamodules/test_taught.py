@@ -164,8 +164,8 @@ def test_the_query_stands_behind_the_prompt(pool: Pool, store_dir: str) -> None:
     """Also where the samples were drawn with another query, since no confidence of theirs is read."""
     data = pool.data(store_dir, target="agreeing_pairs", query=BEFORE_QUERY, num_samples=8, packing="off")
     collator = data.collator()
-    stored = {row.question.id: row for row in data.train_dataloader().dataset[0].stored}
-    for row in stored.values():
+    dataset = data.train_dataloader().dataset
+    for row in dataset.store.read_rows(dataset.table.index.locate([0])):
         encoded = collator.encode(row)
         assert encoded.ids == (*row.prompt_ids, *collator.chat.query.suffix_ids)
         assert encoded.response_start == encoded.response_end == len(row.prompt_ids)

@@ -44,8 +44,7 @@ class FeatureFolder:
         """What the vectors depend on; None if nothing is recorded yet."""
         if not self.path.exists():
             return None
-        file = self.path / RECORD
-        record = json_object_or_none(file) if file.is_file() else None
+        record = json_object_or_none(self.path / RECORD)
         if record is None and not any(self.path.iterdir()):
             return None
         if record is None or (record.get("format"), record.get("version")) != (FORMAT, VERSION):

@@ -18,7 +18,7 @@ Solving = Generator["Ask", list[Sample], Verdict]
 class Ask:
     """A request for the next ``num_samples`` samples of the question, in index order.
 
-    The driver sends back a list, which is shorter (or empty) only when the source has run out. Only live sources can
+    A list is sent back, which is shorter (or empty) only where there are no more samples. Only live sources can
     continue a prefix or stop at the end of a step.
     """
 

@@ -127,7 +127,7 @@ class ChatSource:
     def prepare(self, questions: Sequence[Question], *, confidence: str | None) -> None:
         self._questions |= {question.id: question for question in questions}
 
-    def submit(self, question_id: str, count: int, kind: AskKind = WHOLE) -> int:
+    def submit(self, question_id: str, count: int, kind: AskKind = WHOLE) -> None:
         refuse_parts(kind)
         if question_id not in self._open:
             question = self._questions[question_id]
@@ -142,7 +142,6 @@ class ChatSource:
             jobs.append((self._next, partial(self._sample, asked, index)))
         asked.started += count
         self._jobs.add(jobs)
-        return count
 
     def poll(self) -> list[Sample]:
         """Return samples in the order in which they came."""

@@ -1,8 +1,8 @@
-"""Runs a strategy on many questions at once, over one live or recorded source of samples."""
+"""Runs a strategy on many questions at once, over one live source of samples."""
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Self
@@ -36,15 +36,7 @@ def run_strategy(
         MissingConfidenceError: The source does not have the confidence that the strategy reads.
 
     Example:
-        >>> from selfcal_lightning.records import QuestionSamples
-        >>> from selfcal_lightning.inference.sources import ReplaySource
-        >>> from selfcal_lightning.inference.voting import SelfConsistency
-        >>> question = Question("q", "local_number", (), reference="4")
-        >>> samples = tuple(Sample("q", i, 0, "4", (1, 2), "stop", "4", True) for i in range(3))
-        >>> source = ReplaySource([QuestionSamples(question, samples, "test")])
-        >>> (verdict,) = run_strategy(SelfConsistency(max_samples=2), [question], source)
-        >>> verdict.answer, verdict.correct, verdict.samples_generated, verdict.tokens_generated
-        ('4', True, 2, 4)
+        ``examples/your_strategy.py`` runs a strategy of its own on the bundled model.
     """
     verdicts: dict[str, Verdict] = {}
     with Driver(strategy, source, lookahead=lookahead, on_verdict=on_verdict) as driver:
@@ -59,11 +51,11 @@ class _OpenQuestion:
     question: Question
     solving: Solving
     ask: Ask | None = None
-    started: Counter[AskKind] = field(default_factory=Counter)
+    started: int = 0
     order: deque[AskKind] = field(default_factory=deque)
     arrived: dict[AskKind, deque[Sample]] = field(default_factory=dict)
     handed: list[Sample] = field(default_factory=list)
-    exhausted: bool = False
+    is_concluded: bool = False  # nothing more is started for it
 
     def take_in(self, sample: Sample) -> None:
         """Store a sample that arrived with others of its kind."""
@@ -74,11 +66,11 @@ class _OpenQuestion:
         return ask.num_samples - len(self.arrived.get(ask.kind, ())) - self.order.count(ask.kind)
 
     def batch(self) -> list[Sample] | None:
-        """Return the samples asked for, or all there will ever be; None while they are awaited."""
+        """Return the samples asked for, or what a concluded question has of them; None while they are awaited."""
         if self.ask is None:
             return None
         here = self.arrived.get(self.ask.kind, deque())
-        if len(here) < self.ask.num_samples and not (self.exhausted and self.ask.kind not in self.order):
+        if len(here) < self.ask.num_samples and not self.is_concluded:
             return None
         return [here.popleft() for _ in range(min(self.ask.num_samples, len(here)))]
 
@@ -161,7 +153,7 @@ class Driver:
             for sample in self.source.conclude(opened.question.id):
                 opened.take_in(sample)
             opened.order.clear()
-            opened.exhausted = True
+            opened.is_concluded = True
             self._advance([opened])
 
     def close(self) -> None:
@@ -187,15 +179,14 @@ class Driver:
                 if opened.ask is None or not opened.ask.kind.is_whole:
                     continue  # what comes after a part of a response, only the strategy knows
                 asked = len(opened.handed) + opened.ask.num_samples
-                if opened.started.total() < min(asked + ahead, self.strategy.max_samples):
+                if opened.started < min(asked + ahead, self.strategy.max_samples):
                     self._start(opened, 1, WHOLE)
 
     def _start(self, opened: _OpenQuestion, count: int, kind: AskKind) -> None:
-        if count > 0 and not opened.exhausted:
-            started = self.source.submit(opened.question.id, count, kind)
-            opened.started[kind] += started
-            opened.order.extend([kind] * started)
-            opened.exhausted = started < count
+        if count > 0 and not opened.is_concluded:
+            self.source.submit(opened.question.id, count, kind)
+            opened.started += count
+            opened.order.extend([kind] * count)
 
     def _advance(self, questions: Iterable[_OpenQuestion]) -> None:
         """Give strategies the samples that arrived, and close the questions that reached a verdict."""

@@ -1,8 +1,8 @@
-"""Sources of samples for a strategy: a live engine or a recorded pool."""
+"""Sources of samples for a strategy: a live engine, and the replay of recorded samples."""
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -14,13 +14,11 @@ from selfcal_lightning.confidence.base import (
     MissingConfidenceError,
     SampleScorer,
     add_scores,
-    check_confidence,
-    scored_pool,
 )
 from selfcal_lightning.confidence.registry import refuse_looking_ahead
 from selfcal_lightning.core.errors import InputError, RunError, check_at_least
 from selfcal_lightning.data.tasks.base import Task
-from selfcal_lightning.data.tasks.judging import Judge, continued, total_tokens
+from selfcal_lightning.data.tasks.judging import Judge, continued
 from selfcal_lightning.data.tasks.registry import get_task
 from selfcal_lightning.engines.base import MAX_FAILURES, Engine, FailuresInARow, RequestsFailedError
 from selfcal_lightning.inference.base import WHOLE, AskKind, Strategy, refuse_parts
@@ -65,8 +63,8 @@ class SampleSource(Protocol):
     def prepare(self, questions: Sequence[Question], *, confidence: str | None) -> None:
         """Prepare questions whose samples must carry ``confidence`` unless it is None, also before restarting one."""
 
-    def submit(self, question_id: str, count: int, kind: AskKind = WHOLE) -> int:
-        """Start the next ``count`` samples of a question; return how many were started, fewer if none are left."""
+    def submit(self, question_id: str, count: int, kind: AskKind = WHOLE) -> None:
+        """Start the next ``count`` samples of a question."""
 
     def poll(self) -> list[Sample]:
         """Work for a while and return finished samples, those of one question in the order they were started."""
@@ -201,8 +199,8 @@ class EngineSource:
                 )
         self._prompts |= prompts
 
-    def submit(self, question_id: str, count: int, kind: AskKind = WHOLE) -> int:
-        """Queue the samples for the next poll; a live source never runs out."""
+    def submit(self, question_id: str, count: int, kind: AskKind = WHOLE) -> None:
+        """Queue the samples for the next poll."""
         if kind.to_step_end and self._stops is None:
             raise InputError("Expected `stops` for a strategy that samples step by step.")
         if question_id not in self._open:
@@ -218,7 +216,6 @@ class EngineSource:
             self._draw(name, kind.prefix or (), to_step_end=kind.to_step_end)
             asked.pending.add(name)
         asked.started += count
-        return count
 
     def _draw(self, name: str, prefix: tuple[int, ...], *, to_step_end: bool, only: int | None = None) -> None:
         """Queue a request for a sample or its next part, of at most ``only`` tokens."""
@@ -398,79 +395,6 @@ class EngineSource:
             ):
                 response = self._cut(asked, text, len(response.token_ids), response.logprob)
             yield add_scores(asked.judge.read(response), self.scorers)
-
-
-class ReplaySource:
-    """Replays recorded samples in order, with their recorded answers and verdicts.
-
-    A started sample counts as fully generated, so lookahead is charged at its full price. ``query_tokens``, those of
-    the confidence query, are added to every sample if the strategy or a scorer reads P(True). With a ``target`` of 1
-    sample in flight, questions run one after the other.
-    """
-
-    def __init__(
-        self,
-        pool: Sequence[QuestionSamples],
-        *,
-        scorers: Sequence[SampleScorer] = (),
-        query_tokens: int = 0,
-        target: int = 1,
-    ) -> None:
-        check_at_least(1, target=target)
-        self._pool = {entry.question.id: entry for entry in pool}
-        if len(self._pool) < len(pool):
-            raise InputError(f"Expected question ids to be unique, but got {len(pool) - len(self._pool)} again.")
-        self._scorers, self._suffix_tokens, self.target = scorers, query_tokens, target
-        self._scored: dict[str, tuple[Sample, ...]] = {}
-        self._started: dict[str, int] = {}
-        self._queue: deque[Sample] = deque()
-        self.query_tokens = 0
-
-    @property
-    def in_flight(self) -> int:
-        return len(self._queue)
-
-    def prepare(self, questions: Sequence[Question], *, confidence: str | None) -> None:
-        if missing := [question.id for question in questions if question.id not in self._pool]:
-            raise InputError(
-                f"{len(missing)} of {len(questions)} questions are not in the pool, such as {missing[0]!r}. Sample "
-                "them first (`selfcal generate`)."
-            )
-        self.query_tokens = self._suffix_tokens if needs_query(confidence, self._scorers) else 0
-        entries = [self._pool[question.id] for question in questions]
-        scored = scored_pool(entries, self._scorers)
-        if confidence is not None:
-            check_confidence(scored, confidence)
-        self._scored |= {entry.question.id: entry.samples for entry in scored}
-        self._started |= {entry.question.id: 0 for entry in scored}
-
-    def submit(self, question_id: str, count: int, kind: AskKind = WHOLE) -> int:
-        refuse_parts(kind)
-        start = self._started[question_id]
-        samples = self._scored[question_id][start : start + count]
-        self._started[question_id] += len(samples)
-        self._queue.extend(samples)
-        return len(samples)
-
-    def poll(self) -> list[Sample]:
-        samples = list(self._queue)
-        self._queue.clear()
-        return samples
-
-    def conclude(self, question_id: str) -> list[Sample]:
-        found = [sample for sample in self._queue if sample.question_id == question_id]
-        self._queue = deque(sample for sample in self._queue if sample.question_id != question_id)
-        return found
-
-    def cancel(self, question_ids: Sequence[str]) -> dict[str, Waste]:
-        ended = set(question_ids)
-        for name in ended:
-            self._scored.pop(name, None)
-        dropped = {name: [s for s in self._queue if s.question_id == name] for name in question_ids}
-        self._queue = deque(sample for sample in self._queue if sample.question_id not in ended)
-        return {
-            name: Waste(len(samples), total_tokens(samples, self.query_tokens)) for name, samples in dropped.items()
-        }
 
 
 def replay(strategy: Strategy, entry: QuestionSamples) -> Verdict:

@@ -58,9 +58,7 @@ class PoolArrays:
     drawn: Drawn | None = field(default=None, repr=False, compare=False)
 
     @classmethod
-    def from_samples(
-        cls, pool: Sequence[QuestionSamples], *, confidence: str | None = None, query_tokens: int = 0
-    ) -> PoolArrays:
+    def from_samples(cls, pool: Sequence[QuestionSamples], *, confidence: str | None = None) -> PoolArrays:
         width = max((len(entry.samples) for entry in pool), default=0)
         shape = len(pool), width
         answer = np.full(shape, UNREADABLE, dtype=np.int32)
@@ -70,7 +68,7 @@ class PoolArrays:
         for row, entry in enumerate(pool):
             codes: dict[str, int] = {}
             for column, sample in enumerate(entry.samples):
-                cost = sample_tokens(sample, query_tokens)
+                cost = sample_tokens(sample, 0)
                 tokens[row, column] = np.nan if cost is None else cost
                 if sample.answer is None:
                     continue

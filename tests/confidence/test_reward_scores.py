@@ -24,8 +24,7 @@ from selfcal_lightning.data.step_settings import RewardSettings
 from selfcal_lightning.data.steps import aggregate
 from selfcal_lightning.data.store.annotations import annotation_names
 from selfcal_lightning.data.store.sample_store import SampleStore
-from selfcal_lightning.inference.driver import run_strategy
-from selfcal_lightning.inference.sources import ReplaySource
+from selfcal_lightning.inference.sources import replay
 from selfcal_lightning.inference.voting import BestOfN
 from selfcal_lightning.rewards.formats import REWARD_FORMATS, reward_format
 from selfcal_lightning.rewards.reading import open_rewards
@@ -62,10 +61,12 @@ def test_scores_lie_beside_the_rows_and_choose_the_best_of_n(store: Path, prm: R
         assert values(store, name) == pytest.approx(expected, abs=1e-5, nan_ok=True)
     pool = list(SampleStore(store).samples(confidences=["prm"]))
     strategy = BestOfN(max_samples=NUM_SAMPLES, confidence="prm")
-    verdicts = run_strategy(strategy, [entry.question for entry in pool], ReplaySource(pool))
-    for entry, verdict in zip(pool, verdicts, strict=True):
+    for entry in pool:
         readable = [sample for sample in entry.samples if sample.answer is not None]
-        assert verdict.answer == max(readable, key=lambda sample: confidence_of(sample, "prm") or 0.0).answer
+        assert (
+            replay(strategy, entry).answer
+            == max(readable, key=lambda sample: confidence_of(sample, "prm") or 0.0).answer
+        )
 
 
 def test_an_equal_run_reuses_all_and_another_model_or_cut_is_refused(

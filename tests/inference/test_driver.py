@@ -10,16 +10,15 @@ from support.driver_fakes import CHAT, CountingEngine, HalfSure, Wandering, live
 from support.fakes import FakeEngine, ReplyingEngine, fake_questions
 from support.strategy_pools import make_entry
 
-from selfcal_lightning.confidence.base import MissingConfidenceError
+from selfcal_lightning.confidence.base import MissingConfidenceError, check_confidence
 from selfcal_lightning.data.tasks.judging import judge
 from selfcal_lightning.data.tasks.registry import get_task
 from selfcal_lightning.engines.base import EngineStoppedError, Failure, RequestsFailedError
 from selfcal_lightning.inference.base import Ask, Solving, Strategy
 from selfcal_lightning.inference.driver import run_strategy
-from selfcal_lightning.inference.sources import ReplaySource
 from selfcal_lightning.inference.stopping import EarlyStopping, WindowStopping
 from selfcal_lightning.inference.voting import BestOfN, SelfConsistency
-from selfcal_lightning.records import Message, Question, QuestionSamples, Response, Sample
+from selfcal_lightning.records import Message, Question, Response, Sample
 
 
 @pytest.mark.parametrize("target", [None, 1, 40])
@@ -148,21 +147,17 @@ def test_confidences_that_are_not_there_are_named() -> None:
     )
     pool = [make_entry(["a"], [None], name="bare")]
     with pytest.raises(MissingConfidenceError, match=r"'bare' to have the confidence 'p_true'.*selfcal score"):
-        run_strategy(EarlyStopping(), [pool[0].question], ReplaySource(pool))
+        check_confidence(pool, "p_true")
 
 
 def test_clear_errors() -> None:
     questions, engine = fake_questions(3), FakeEngine(max_context=90)
     long = Question("long", "fake", (Message("user", "x" * 90),))
-    lone = ReplaySource([QuestionSamples(questions[0], (), "test")])
     cases: list[tuple[str, Callable[[], object]]] = [
         (f"got '{questions[0].id}'", lambda: run_strategy(SelfConsistency(), [*questions, questions[0]], live(engine))),
         ("`lookahead` .* -1", lambda: run_strategy(SelfConsistency(), questions, live(engine), lookahead=-1)),
         ("`target` .* 0", lambda: live(engine, target=0)),
-        ("`target` .* 0", lambda: ReplaySource([], target=0)),
         ("'long' to have 1 to 89 tokens, but got 97", lambda: run_strategy(SelfConsistency(), [long], live(engine))),
-        ("2 of 3 questions are not in the pool", lambda: run_strategy(SelfConsistency(), questions, lone)),
-        ("unique", lambda: ReplaySource([make_entry(["a"], [0.5])] * 2)),
     ]
     for message, call in cases:
         with pytest.raises(ValueError, match=message):

@@ -15,7 +15,7 @@ from selfcal_lightning.data.steps import StepEnd
 from selfcal_lightning.data.tasks.judging import sample_tokens
 from selfcal_lightning.inference.base import WHOLE, Ask, AskKind, Solving, make_verdict
 from selfcal_lightning.inference.driver import Driver, run_strategy
-from selfcal_lightning.inference.sources import ReplaySource, Waste, replay
+from selfcal_lightning.inference.sources import Waste, replay
 from selfcal_lightning.inference.voting import SelfConsistency
 from selfcal_lightning.records import Question, QuestionSamples, Sample, Verdict, sample_seed
 
@@ -53,7 +53,7 @@ class Counter:
     def prepare(self, questions: Sequence[Question], *, confidence: str | None) -> None:
         self.prepared += [question.id for question in questions]
 
-    def submit(self, question_id: str, count: int, kind: AskKind = WHOLE) -> int:
+    def submit(self, question_id: str, count: int, kind: AskKind = WHOLE) -> None:
         for _ in range(count):
             index = self._started.get(question_id, 0)
             self._started[question_id] = index + 1
@@ -62,7 +62,6 @@ class Counter:
             ids = (*prefix, *range(10))
             made = Sample(question_id, index, 0, "3", ids, "stop", "3", True, prefix_tokens=len(prefix))
             self._queue.append((self.delay, made))
-        return count
 
     def poll(self) -> list[Sample]:
         ready = [sample for left, sample in self._queue if left <= 0]
@@ -134,6 +133,17 @@ def test_questions_are_given_up_by_name_and_at_the_end() -> None:
     assert source.cancelled == [questions[0].id, questions[2].id, questions[1].id]
     assert source.in_flight == 0
     assert driver.is_idle
+
+
+def test_an_unknown_length_is_no_length_of_zero() -> None:
+    class Unmeasured(Counter):
+        def poll(self) -> list[Sample]:
+            return [replace(made, token_ids=None, num_tokens=None) if made.index else made for made in super().poll()]
+
+    (question,) = fake_questions(1)
+    for number, tokens in ((1, 10), (2, None)):
+        (verdict,) = run_strategy(SelfConsistency(max_samples=number), [question], Unmeasured())
+        assert (verdict.tokens_used, verdict.tokens_generated) == (tokens, tokens)
 
 
 # ---- prefixes and steps
@@ -230,7 +240,5 @@ def test_a_recorded_pool_refuses_parts(ask: Ask) -> None:
 
     (question,) = fake_questions(1)
     entry = QuestionSamples(question, (Sample(question.id, 0, 0, "3", (1, 2), "stop", "3", True),), "test")
-    with pytest.raises(InputError, match=r"continue a prefix|end with a step"):
-        run_strategy(Asking(), [question], ReplaySource([entry]))
-    with pytest.raises(InputError, match="recorded samples"):
+    with pytest.raises(InputError, match=r"(continue a prefix|end with a step), which recorded samples cannot"):
         replay(Asking(), entry)

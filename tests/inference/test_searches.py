@@ -16,9 +16,8 @@ from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.data.step_settings import RewardSettings
 from selfcal_lightning.evaluation.curves import plan_of
 from selfcal_lightning.inference.base import Ask, Strategy
-from selfcal_lightning.inference.driver import run_strategy
 from selfcal_lightning.inference.registry import make_strategy
-from selfcal_lightning.inference.sources import ReplaySource
+from selfcal_lightning.inference.sources import replay
 from selfcal_lightning.models.chat_format import load_tokenizer
 from selfcal_lightning.records import Question, QuestionSamples, Sample, Verdict
 from selfcal_lightning.rewards.answering import check_search, open_search
@@ -120,9 +119,8 @@ def test_best_of_n_draws_what_the_question_takes(prior: float, by: Any, number: 
         Sample("q", i, 0, "t", (1, token), "stop", None if token == 90 else str(token), token == 7)
         for i, token in enumerate([7, 5, 90, 6, 4, 3, 2, 8])
     )
-    source = ReplaySource([QuestionSamples(QUESTION, samples, "test")])
-    (verdict,) = run_strategy(strategy, [QUESTION], source)
-    assert (verdict.samples_used, verdict.tokens_used) == (number, 2 * number)
+    verdict = replay(strategy, QuestionSamples(QUESTION, samples, "test"))
+    assert verdict.samples_used == number
     assert verdict.answer == ("8" if number == 8 else "7"), "the best that can be read"
     assert verdict.stopped_early == (number < 8)
 
@@ -275,9 +273,8 @@ def test_searches_are_refused_on_recorded_samples() -> None:
         with pytest.raises(InputError, match=f"`strategy` .* '{name}'"):
             make_strategy(name)
     samples = (Sample("q", 0, 0, "7", (7,), "stop", "7", True),)
-    source = ReplaySource([QuestionSamples(QUESTION, samples, "t")])
     with pytest.raises(InputError, match="recorded samples"):
-        run_strategy(ParticleFiltering(Scripted()), [QUESTION], source)
+        replay(ParticleFiltering(Scripted()), QuestionSamples(QUESTION, samples, "t"))
 
 
 @pytest.mark.parametrize(
@@ -300,8 +297,7 @@ def test_what_cannot_be_searched_is_refused(search: Any, fields: dict[str, Any],
 
 def test_a_search_needs_a_reward_model_and_tokens(capsys: pytest.CaptureFixture[str]) -> None:
     samples = (Sample("q", 0, 0, "7", None, "stop", "7", True),)
-    source = ReplaySource([QuestionSamples(QUESTION, samples, "t")])
     with pytest.raises(InputError, match="token ids to score"):
-        run_strategy(AdaptiveBestOfN(Scripted(0.99)), [QUESTION], source)
+        replay(AdaptiveBestOfN(Scripted(0.99)), QuestionSamples(QUESTION, samples, "t"))
     assert run(["answer", "--model", "bundled", "--question", "1+1?", "--strategy", "beam_search"]) == 1
     assert "`reward.model`" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Strategies and engines of the driver's tests, and the two sources that a strategy may be run on."""
+"""Strategies and engines of the driver's tests, and what a strategy may be run on."""
 
 from __future__ import annotations
 
@@ -22,9 +22,6 @@ SAMPLING = SamplingSettings(max_new_tokens=64)
 
 
 CHAT = FakeChat()
-
-
-QUERY_TOKENS = len(CHAT.query.suffix_ids)
 
 
 @dataclass(frozen=True)

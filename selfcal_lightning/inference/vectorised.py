@@ -408,7 +408,8 @@ def replayed_curve(strategy: GridStrategy, pool: PoolArrays, grid: Sequence[floa
 
 
 def with_setting(strategy: GridStrategy, value: float) -> GridStrategy:
-    """Return ``strategy`` with its grid parameter set, as an integer unless it is a threshold."""
-    setting = value if strategy.grid_parameter == "threshold" else int(value)
+    """Return ``strategy`` with its grid parameter set: a whole number as an integer unless it is a threshold."""
+    is_fraction = strategy.grid_parameter == "threshold" or not float(value).is_integer()
+    setting = value if is_fraction else int(value)
     found: GridStrategy = replace(strategy, **{strategy.grid_parameter: setting})  # type: ignore[type-var]
     return found

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import random
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -24,13 +24,14 @@ from selfcal_lightning.inference.thresholds import (
     fit_risk_threshold,
     grid_outcome,
 )
-from selfcal_lightning.inference.vectorised import Orders, PoolArrays, right_codes
+from selfcal_lightning.inference.vectorised import Orders, PoolArrays, right_codes, with_setting
 from selfcal_lightning.inference.voting import SelfConsistency
-from selfcal_lightning.records import QuestionSamples, Verdict
+from selfcal_lightning.records import QuestionSamples, Sample, Verdict
 
 GRID = [0.0, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 1.0]
 SIX = EarlyStopping(max_samples=6)
 ONE = EarlyStopping(threshold=0.0, max_samples=1)
+FAILED = Sample("q", 0, 0, "", (), None, None, None)  # what a refused request leaves in a store
 
 
 def calibrated_pool(num_questions: int, *, prefix: str = "c", seed: int = 0, length: int = 6) -> list[QuestionSamples]:
@@ -96,6 +97,17 @@ def test_a_number_of_samples_may_be_chosen_too_and_stays_whole() -> None:
     assert fitted.parameter == "max_samples"
     assert fitted.fields["max_samples"] in (1, 2)
     assert isinstance(fitted.fields["max_samples"], int)
+
+
+def test_a_plug_in_s_parameter_may_be_a_fraction() -> None:
+    @dataclass(frozen=True)
+    class Doubting(SelfConsistency):
+        name: ClassVar[str] = "doubting"
+        grid_parameter: ClassVar[str] = "margin"
+        margin: float = 0.5
+
+    (low, high) = (with_setting(Doubting(), value) for value in (0.25, 1.0))
+    assert (low, high) == (Doubting(margin=0.25), Doubting(margin=1.0))
 
 
 def test_correctness_of_answers_by_the_first_sample_that_gave_them() -> None:
@@ -210,8 +222,20 @@ def test_references_are_needed_and_a_guide_or_a_grid() -> None:
     no_reference = [replace(e, samples=tuple(replace(s, correct=None) for s in e.samples)) for e in pool]
     with pytest.raises(ValueError, match="'c0' has none"):
         fit_risk_threshold(SIX, no_reference, risk=0.3)
+    without = replace(pool[0], question=replace(pool[0].question, reference=None), samples=(FAILED,) * 6)
+    with pytest.raises(ValueError, match="'c0' has none"):
+        fit_risk_threshold(SIX, [without, *pool[1:]], risk=0.3)
     with pytest.raises(ValueError, match="either `guide` or `grid`"):
         fit_risk_threshold(SIX, pool, risk=0.3, guide=pool, grid=[0.5])
+
+
+def test_a_failed_request_is_wrong_and_no_missing_reference() -> None:
+    pool = calibrated_pool(10)
+    pool[0] = replace(pool[0], samples=(*pool[0].samples[:5], FAILED))
+    pool[1] = replace(pool[1], samples=(FAILED,) * 6)
+    strategy = SelfConsistency(max_samples=6)
+    fitted = fit_goal_threshold(strategy, pool, "budget", 6.0, [6], num_reshuffles=0)
+    assert fitted.achieved["accuracy"] == np.mean([bool(replay(strategy, entry).correct) for entry in pool])
 
 
 def test_a_threshold_survives_its_file(tmp_path: Path) -> None:

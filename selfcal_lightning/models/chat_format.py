@@ -96,10 +96,11 @@ def put_prompt(questions: Iterable[Question], prompt: Prompt | None) -> list[Que
     shown = {example.question.strip() for example in prompt.examples}
     put = []
     for question in questions:
-        if question.text.strip() in shown:
+        text = question.text or question.messages[-1].content  # of some only the chat is known
+        if text.strip() in shown:
             # The model would be shown its answer.
-            raise InputError(f"Expected `prompt.examples` to be none of the questions, but got {question.text!r}.")
-        put.append(replace(question, messages=_messages(question, prompt)))
+            raise InputError(f"Expected `prompt.examples` to be none of the questions, but got {text!r}.")
+        put.append(replace(question, messages=_messages(text, question.messages, prompt)))
     return put
 
 
@@ -114,16 +115,15 @@ def stated_prompt(identity: Mapping[str, Any]) -> Prompt | None:
     return None if found is None else Prompt.from_json(found)
 
 
-def _messages(question: Question, prompt: Prompt) -> tuple[Message, ...]:
-    own = question.messages
+def _messages(text: str, own: tuple[Message, ...], prompt: Prompt) -> tuple[Message, ...]:
     if prompt.base != "task":
-        own = (Message("user", f"{question.text}\n\n{BOXED}" if prompt.base == "boxed" else question.text),)
+        own = (Message("user", f"{text}\n\n{BOXED}" if prompt.base == "boxed" else text),)
     system = tuple(message for message in own if message.role == "system")
     if prompt.system is not None:
         system = (Message("system", prompt.system),) if prompt.system else ()
     *earlier, last = (message for message in own if message.role != "system")
     # Examples stand in the task's layout around the question, such as "Question: ...".
-    head, found, tail = last.content.partition(question.text)
+    head, found, tail = last.content.partition(text)
     layout = (head, tail) if found else ("", "")
     turns = [
         message
@@ -181,13 +181,15 @@ def load_tokenizer(model: str, *, revision: str | None = None) -> PreTrainedToke
 
 
 def generation_end_ids(model: str, *, revision: str | None = None) -> frozenset[int]:
-    """Return the end-of-sequence ids of a model's generation settings, else of its configuration."""
+    """Return the end-of-sequence ids of a model's generation settings, else of its (text) configuration."""
     from transformers import GenerationConfig
 
     try:
         ends = GenerationConfig.from_pretrained(resolve_model(model), revision=cast(str, revision)).eos_token_id
     except OSError:  # there is no generation_config.json
-        ends = load_config(model, revision=revision).eos_token_id
+        config = load_config(model, revision=revision)
+        parts = (config, config.get_text_config())  # of a model of texts and images, either may name them
+        ends = next((part.eos_token_id for part in parts if getattr(part, "eos_token_id", None) is not None), None)
     return frozenset([ends] if isinstance(ends, int) else ends or ())
 
 
@@ -213,7 +215,6 @@ class ChatFormat:
     Args:
         tokenizer: The tokenizer; it must have a chat template unless the prompt's format is plain.
         query: Text of the confidence query.
-        generation_eos_ids: More ids that end a turn, from the model's generation config.
         prompt: The user's prompt that the messages come from (:func:`put_prompt`); None is the task's own.
 
     Attributes:
@@ -229,7 +230,6 @@ class ChatFormat:
         tokenizer: PreTrainedTokenizerBase,
         *,
         query: str = DEFAULT_QUERY,
-        generation_eos_ids: Sequence[int] = (),
         prompt: Prompt | None = None,
     ) -> None:
         self.is_plain = prompt is not None and prompt.format == "plain"
@@ -249,7 +249,7 @@ class ChatFormat:
         self._response_anchor = self._render_response_anchor()
         suffix_ids = self._query_suffix()
         self.query = ConfidenceQuery(suffix_ids, self._single_tokens(YES_TEXTS), self._single_tokens(NO_TEXTS))
-        ends = {tokenizer.eos_token_id, *generation_eos_ids}
+        ends = {tokenizer.eos_token_id}
         if self._control.fullmatch(cast(str, tokenizer.convert_ids_to_tokens(suffix_ids[0]))):
             ends.add(suffix_ids[0])
         ends |= self._next_question_ids() if self.is_plain else set()

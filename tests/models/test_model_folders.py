@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -73,6 +74,16 @@ def test_code_in_a_model_folder_is_refused_and_never_runs(
         loader(str(with_code))
     assert "trust_remote_code" not in str(raised.value), "the advice to run it is not passed on"
     assert not (with_code / "ran").exists()
+
+
+@pytest.mark.parametrize(("changes", "ends"), [({}, {1}), ({"eos_token_id": [1, 106]}, {1, 106})])
+def test_ends_of_turns_of_a_model_of_texts_and_images(
+    tmp_path: Path, changes: dict[str, object], ends: set[int]
+) -> None:
+    """Some tools leave the generation settings out; the ends may then stand in the part for texts alone."""
+    config = {"model_type": "gemma3", "text_config": {"model_type": "gemma3_text", "eos_token_id": 1}, **changes}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert generation_end_ids(str(tmp_path)) == ends
 
 
 @pytest.mark.parametrize("verb", ["answer", "generate"])

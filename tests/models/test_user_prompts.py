@@ -16,7 +16,7 @@ from selfcal_lightning.engines.settings import EngineOptions
 from selfcal_lightning.inference.answering import ask_question
 from selfcal_lightning.inference.choices import choose_prompt
 from selfcal_lightning.models.chat_format import DEFAULT_QUERY, Prompt, PromptExample, put_prompt
-from selfcal_lightning.records import SamplingSettings
+from selfcal_lightning.records import Message, Question, SamplingSettings
 from selfcal_lightning.training.export import write_export
 from selfcal_lightning.training.self_calibration import SelfCalibrationModule
 
@@ -40,6 +40,10 @@ def test_system_examples_or_none() -> None:
     assert put(BRIEF) == [("system", "Be brief."), *shown, user]
     assert put(Prompt(base="none")) == [("user", "What is 2+2?")]
     bare = [("user", "What is 1+1?"), ("assistant", "Answer: 2"), ("user", "What is 2+2?")]
+    chat = Question("q", "local_number", (Message("user", "What is 2+2?"),))  # without a text of its own
+    for prompt in (Prompt(examples=(SHOT,)), Prompt(base="none", examples=(SHOT,))):
+        [found] = put_prompt([chat], prompt)
+        assert [(message.role, message.content) for message in found.messages] == bare
     assert put(Prompt(base="none", examples=(SHOT,))) == bare
 
 

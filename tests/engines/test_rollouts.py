@@ -28,7 +28,7 @@ from selfcal_lightning.engines.sampling.rollouts import RolloutSource
 from selfcal_lightning.engines.settings import EngineSettings
 from selfcal_lightning.engines.transformers.engine import TransformersEngine
 from selfcal_lightning.models.chat_format import ChatFormat, load_tokenizer
-from selfcal_lightning.records import Sample
+from selfcal_lightning.records import Sample, SamplingSettings
 from selfcal_lightning.rewards.formats import reward_format
 from selfcal_lightning.rewards.rates import read_rates
 
@@ -360,6 +360,11 @@ def test_a_prefix_that_fills_a_response_has_no_rollouts(sampled: SampleStore, ch
     ("changes", "message"),
     [
         ({"steps": "line"}, r"responses of more than one step .* by the rule 'line'"),
+        ({"at": [500]}, r"`at` to name a step before the last .* at most \d+ by the rule 'sentence', but got \[500\]"),
+        (
+            {"sampling": SamplingSettings(max_new_tokens=2)},
+            r"`sampling.max_new_tokens`, .* to be above \d+, .* but got 2",
+        ),
         ({"split": "test"}, "responses of the split 'test', but got none"),
         ({"num_rollouts": 0}, "`num_rollouts` to be at least 1, but got 0"),
         ({"prefixes": 0}, "`prefixes` to be at least 1, but got 0"),

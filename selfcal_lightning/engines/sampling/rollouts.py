@@ -64,14 +64,28 @@ class RolloutSource:
     def read(self, chat: ChatFormat, *, longest: int) -> list[Prefix]:
         found: dict[str, Prefix] = {}
         response: StepsOfResponse | None = None
+        most_steps, shortest = 0, None
         for response in self._responses(chat):
+            most_steps = max(most_steps, len(response.ends))
             for prefix in self._of(response):
-                if len(prefix.prefix_ids) < longest:
+                length = len(prefix.prefix_ids)
+                shortest = min(length, shortest or length)
+                if length < longest:
                     found.setdefault(prefix.question.id, prefix)
         if response is None:
             raise InputError(
                 f"Expected `samples_dir` to hold responses of the split {self.split!r}, but got none in "
                 f"{self.samples_dir}. Name another `split`."
+            )
+        if shortest is not None and not found:
+            raise InputError(
+                f"Expected `sampling.max_new_tokens`, which counts the prefix too, to be above {shortest}, the length "
+                f"of the shortest prefix in {self.samples_dir}, but got {longest}."
+            )
+        if self.at is not None and not found and most_steps > 1:
+            raise InputError(
+                f"Expected `at` to name a step before the last of a response in {self.samples_dir}, which have at most "
+                f"{most_steps} by the rule {self.steps!r}, but got {list(self.at)}."
             )
         if not found:
             raise InputError(

@@ -314,8 +314,8 @@ class Transport:
         except (ValueError, RecursionError):
             shown = self._shown(text.decode(errors="replace"))
             raise ServerError(f"Expected the server to answer in JSON, but got {shown!r}.") from None
-        if isinstance(value, dict) and "error" in value:  # in a stream the status was sent before the fault was known
-            error = value["error"]
+        error = value.get("error") if isinstance(value, dict) else None
+        if error is not None:  # in a stream the status was sent before the fault was known
             code = error.get("code") if isinstance(error, dict) else None
             if type(code) is not int:  # without a status it says nothing about this request
                 shown = self._shown(_message(text.decode(errors="replace")))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
@@ -135,12 +135,8 @@ class Engine(Protocol):
         """Release memory and processes. Closing twice is allowed."""
 
 
-def generate(
-    engine: Engine, requests: Sequence[Request], *, on_finished: Callable[[Response], None] | None = None
-) -> list[Response]:
+def generate(engine: Engine, requests: Sequence[Request]) -> list[Response]:
     """Run ``requests`` to the end and return their responses in the order of the requests.
-
-    ``on_finished`` is called with each response as it arrives.
 
     Raises:
         RequestsFailedError: Requests were not answered; raised after all others were.
@@ -149,10 +145,7 @@ def generate(
     pending = set(engine.submit(requests))
     try:
         while pending:
-            for name, outcome in _poll(engine, pending).items():
-                outcomes[name] = outcome
-                if on_finished is not None and isinstance(outcome, Response):
-                    on_finished(outcome)
+            outcomes |= _poll(engine, pending)
     finally:
         engine.cancel(pending)
     if failures := {name: outcome for name, outcome in outcomes.items() if isinstance(outcome, Failure)}:

@@ -277,21 +277,19 @@ def refuse_gguf(model: str, file: str, *, option: str = "model") -> None:
         )
 
 
-def check_adapter(adapter: str, *, option: str = "adapter") -> dict[str, Any]:
+def check_adapter(adapter: str) -> dict[str, Any]:
     folder = Path(adapter)
     if not folder.is_dir():
-        raise InputError(f"Expected `{option}` to be a folder, but there is none at {adapter!r}.{similar(folder)}")
+        raise InputError(f"Expected `adapter` to be a folder, but there is none at {adapter!r}.{similar(folder)}")
     if not (folder / ADAPTER_CONFIG).is_file():
-        raise InputError(
-            f"Expected `{option}` to be the folder of a LoRA adapter: {adapter!r} has no {ADAPTER_CONFIG}."
-        )
+        raise InputError(f"Expected `adapter` to be the folder of a LoRA adapter: {adapter!r} has no {ADAPTER_CONFIG}.")
     config = read_json_object(folder / ADAPTER_CONFIG, what="the configuration of an adapter")
     if config.get("peft_type") != "LORA" or not isinstance(config.get("r"), int):
         found = f"`peft_type` {config.get('peft_type')!r} and `r` {config.get('r')!r}"
         raise InputError(f"Expected {folder / ADAPTER_CONFIG} to be of a LoRA adapter of rank `r`, but got {found}.")
-    check_weights(folder, option=option)
+    check_weights(folder, option="adapter")
     if not (folder / ADAPTER_WEIGHTS).is_file():
-        raise InputError(f"Expected `{option}` to be a folder with an {ADAPTER_WEIGHTS}, but got {adapter!r}.")
+        raise InputError(f"Expected `adapter` to be a folder with an {ADAPTER_WEIGHTS}, but got {adapter!r}.")
     check_files(folder)
     check_adapter_config(folder / ADAPTER_CONFIG, config)
     return config

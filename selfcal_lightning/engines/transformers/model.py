@@ -17,7 +17,7 @@ from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.core.progress import say
 from selfcal_lightning.engines.transformers.prefixes import NestedRow, nested_batch, padded, shared_stems
 from selfcal_lightning.models.activated import adapter_asleep, load_sleeping_adapter
-from selfcal_lightning.models.causal_lm import without_cudnn
+from selfcal_lightning.models.causal_lm import evaluation_mode, without_cudnn
 from selfcal_lightning.models.folders import (
     check_adapter,
     check_all_loaded,
@@ -162,21 +162,17 @@ class CachedModel:
     @contextmanager
     def evaluation(self) -> Iterator[None]:
         """Keep the model in evaluation mode, its attention grouped and off cuDNN; give all back as it was."""
-        training = [module for module in self.network.modules() if module.training]
-        for module in training:
-            module.training = False
         implementation = self.network.config._attn_implementation
         if implementation == "sdpa":
             AttentionInterface.register(_GROUPED, grouped_sdpa)
             self.network.set_attn_implementation(_GROUPED)
         try:
-            with without_cudnn(), self.network.get_output_embeddings().register_forward_pre_hook(_in_one_piece):
+            head = self.network.get_output_embeddings()
+            with evaluation_mode(self.network), without_cudnn(), head.register_forward_pre_hook(_in_one_piece):
                 yield
         finally:
             if implementation == "sdpa":
                 self.network.set_attn_implementation(implementation)
-            for module in training:
-                module.training = True
 
     def extend(
         self,

@@ -19,6 +19,7 @@ from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.engines.hidden_states import LevelSettings, PromptStates
 from selfcal_lightning.engines.transformers.model import CachedModel
 from selfcal_lightning.engines.transformers.prefixes import chunks_of, padded
+from selfcal_lightning.models.causal_lm import evaluation_mode
 
 _ROWS_IN_TRAINING = 32
 
@@ -47,10 +48,9 @@ def network_states(network: PreTrainedModel, prompts: Sequence[Sequence[int]]) -
 
     Prompts are padded on the right without a mask: no token looks at what follows it.
     """
-    levels, was_training = len(decoder_layers(decoder_of(network))) + 1, network.training
+    levels = len(decoder_layers(decoder_of(network))) + 1
     found: dict[int, NDArray[np.float32]] = {}
-    network.eval()
-    try:
+    with evaluation_mode(network):
         for chunk in chunks_of(range(len(prompts)), lambda i: len(prompts[i]), _ROWS_IN_TRAINING):
             rows = [prompts[i] for i in chunk]
             ids = padded(rows, network.device)
@@ -65,8 +65,6 @@ def network_states(network: PreTrainedModel, prompts: Sequence[Sequence[int]]) -
                 network(input_ids=ids, use_cache=False, logits_to_keep=1)
             means = torch.stack(sums).sum(dim=0) / real.sum(dim=1, keepdim=True) / levels
             found |= dict(zip(chunk, means.numpy(), strict=True))
-    finally:
-        network.train(was_training)
     return np.stack([found[i] for i in range(len(prompts))])
 
 

@@ -212,8 +212,6 @@ def right_codes(answer: NDArray[np.int32], correct: NDArray[np.bool_]) -> NDArra
 
 Flags = NDArray[np.bool_]
 
-_NO_UNIT = -(1 << 60)  # an exponent below any other
-
 
 @dataclass(frozen=True)
 class Votes:
@@ -224,15 +222,11 @@ class Votes:
     is_vote: Flags  # [Q, W]: it is readable, and has the confidence if votes are weighted
     cell: Integers  # position of the answer in a flat [K + 1, Q] table [Q, W]; row K if the sample does not vote
     precedence: Integers  # tie-breaker for each answer [K + 1, Q]; smaller if its first vote came earlier
-    exponent: Integers | None = None  # weights are exactly weight * 2 ** exponent [Q, W], however far apart
 
 
 @dataclass(frozen=True)
 class VoteStep:
-    """The state of the votes of Q questions after the first ``num_samples`` samples, from 1.
-
-    If votes have exponents, weights are in units of 2 ** (the question's largest exponent so far).
-    """
+    """The state of the votes of Q questions after the first ``num_samples`` samples, from 1."""
 
     num_samples: int
     totals: Floats  # weight of each answer [Q, K]; the next step overwrites it
@@ -274,14 +268,8 @@ def walk_votes(votes: Votes) -> Iterator[VoteStep]:
     leader = np.full(num_questions, UNREADABLE, dtype=np.int64)
     lead_precedence = np.full(num_questions, np.iinfo(np.int64).max)
     lead_weight, total_weight = np.zeros(num_questions), np.zeros(num_questions)
-    unit = np.full(num_questions, _NO_UNIT)
     columns = zip(votes.code.T, votes.weight.T, votes.is_vote.T, votes.cell.T, strict=True)
     for number, (code, weight, is_vote, cell) in enumerate(columns, start=1):
-        if votes.exponent is not None:
-            exponent = votes.exponent[:, number - 1]
-            shrink = _raise_unit(unit, totals, exponent, is_vote)
-            lead_weight, total_weight = lead_weight * shrink, total_weight * shrink
-            weight = weight * power_of_two(exponent - unit)
         weight_now, precedence = flat_totals[cell] + weight, flat_precedence[cell]
         flat_totals[cell] = weight_now
         is_ahead = (weight_now > lead_weight) | ((weight_now == lead_weight) & (precedence < lead_precedence))
@@ -365,21 +353,6 @@ def as_thresholds(grid: Sequence[float]) -> Floats:
     for value in grid:
         check_number(float(value), "threshold")
     return np.asarray(grid, dtype=np.float64)
-
-
-def _raise_unit(unit: Integers, totals: Floats, exponent: Integers, is_vote: Flags) -> Floats:
-    """Raise units [Q] to the exponents of new votes, rescaling totals; return the factors for other weights [Q]."""
-    rows = np.flatnonzero(is_vote & (exponent > unit))
-    shrink = np.ones(len(unit))
-    shrink[rows] = power_of_two(unit[rows] - exponent[rows])
-    totals[:, rows] *= shrink[rows]
-    unit[rows] = exponent[rows]
-    return shrink
-
-
-def power_of_two(exponent: Integers) -> Floats:
-    """Return ``2.0 ** exponent`` exactly for exponents up to 0; underflows to 0."""
-    return np.ldexp(1.0, np.clip(exponent, -1100, 0).astype(np.int32))
 
 
 def curve_of(strategy: GridStrategy, pool: PoolArrays, grid: Sequence[float]) -> CurveOutcome:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -33,7 +32,6 @@ from selfcal_lightning.inference.vectorised import (
     as_budgets,
     leaders_at,
     outcome_of_budgets,
-    power_of_two,
     vote_leader,
     votes_of,
 )
@@ -164,24 +162,12 @@ class CISC(_Vote):
         super().__post_init__()
 
     def weights(self, confidence: Floats) -> Floats:
-        """Return the weights, scaled so that the largest does not underflow."""
-        mantissa, exponent = _split_exp(confidence, self.temperature)
-        return np.asarray(mantissa * power_of_two(exponent - exponent.max()))
+        """Return the weights over the largest, which neither overflow nor all underflow."""
+        return np.asarray(np.exp((confidence - np.fmax.reduce(confidence)) / self.temperature))
 
     def leaders(self, votes: Votes, budgets: Integers) -> Codes:
-        mantissa, exponent = _split_exp(votes.weight, self.temperature)
-        return leaders_at(replace(votes, weight=np.where(votes.is_vote, mantissa, 0.0), exponent=exponent), budgets)
-
-
-def _split_exp(confidence: Floats, temperature: float) -> tuple[Floats, Integers]:
-    """Return m in [1, 2) and e with ``exp(confidence / temperature) = m * 2 ** e``.
-
-    Subtracting a question's largest exponent is then exact, so votes over the first n samples and over all of them use
-    the same mantissas.
-    """
-    power = confidence / (temperature * math.log(2.0))
-    exponent = np.floor(power)
-    return np.exp2(power - exponent), exponent.astype(np.int64)
+        scores = _scores(votes)
+        return _leaders_of(votes, budgets, lambda number: self.weights(scores[:number]))
 
 
 MAX_POWER = 100.0

@@ -162,19 +162,12 @@ def default_task(model: str) -> str:
     return "word_problems" if is_bundled(model) else "local_number"
 
 
-def ask_question(
-    text: str,
-    *,
-    task: str,
-    question_id: str = "question",
-    reference: object = None,
-    chain_of_thought: bool = True,
-) -> Question:
-    """Return ``text`` as a question of ``task``, with the task's prompt and canonical reference."""
+def ask_question(text: str, *, task: str, chain_of_thought: bool = True) -> Question:
+    """Return ``text`` as a question of ``task``, with the task's prompt."""
     if not text.strip():
         raise InputError(f"Expected `question` to hold text, but got {text!r}.")
-    row = QuestionRow(text, reference, question_id, task, "", 1)
-    return put_question(row, task=task, question_id=question_id, chain_of_thought=chain_of_thought)
+    row = QuestionRow(text, None, None, task, "", 1)
+    return put_question(row, task=task, question_id="question", chain_of_thought=chain_of_thought)
 
 
 def put_question(row: QuestionRow, *, task: str, question_id: str, chain_of_thought: bool = True) -> Question:

@@ -134,8 +134,8 @@ class _Asked:
 class EngineSource:
     """Live samples from an engine, which must have no other requests in flight.
 
-    Sample ``index`` of a question has the same seed as in ``selfcal generate`` with the same run seed and round, so a
-    live run sees the samples that a recorded run replays. Responses are read, verified and scored in index order; one
+    Sample ``index`` of a question has the same seed as in ``selfcal generate`` with the same run seed, so a live run
+    sees the samples that a recorded run replays. Responses are read, verified and scored in index order; one
     that finishes early waits for its predecessors. The P(True) query is asked only if the strategy or a scorer reads
     it. A sample that continues a prefix is read as a whole response and cut at the same length.
 
@@ -153,7 +153,6 @@ class EngineSource:
         *,
         sampling: SamplingSettings,
         seed: int = 0,
-        round: int = 0,
         scorers: Sequence[SampleScorer] = (),
         tasks: Callable[[str], Task] = get_task,
         target: int | None = None,
@@ -164,7 +163,7 @@ class EngineSource:
         max_failures: int = MAX_FAILURES,
     ) -> None:
         check_at_least(1, target=1 if target is None else target)
-        self._engine, self._chat, self._sampling, self._seed, self._round = engine, chat, sampling, seed, round
+        self._engine, self._chat, self._sampling, self._seed = engine, chat, sampling, seed
         self.scorers, self._tasks, self._target, self._on_failed = scorers, tasks, target, on_failed
         self._stops, self._patience, self._draws = stops, patience, draws
         self._prompts: dict[str, tuple[Question, Draws]] = {}
@@ -205,11 +204,11 @@ class EngineSource:
             raise InputError("Expected `stops` for a strategy that samples step by step.")
         if question_id not in self._open:
             question, draws = self._prompts[question_id]
-            judge = Judge(question, self._tasks(question.task), round=self._round)
+            judge = Judge(question, self._tasks(question.task))
             self._open[question_id] = _Asked(question, draws, judge)
         asked = self._open[question_id]
         for index in range(asked.started, asked.started + count):
-            name = f"{self._round}/{index}/{question_id}"
+            name = f"0/{index}/{question_id}"
             if kind.prefix is not None:
                 asked.prefixes[index] = kind.prefix
             self._place[name] = asked, index
@@ -227,7 +226,7 @@ class EngineSource:
             id=name,
             prompt_ids=asked.draws.prompt_ids,
             sampling=sampling,
-            seed=sample_seed(asked.draws.seed, self._round, asked.draws.key, index),
+            seed=sample_seed(asked.draws.seed, 0, asked.draws.key, index),
             query=self._chat.query if self.query_tokens else None,
             prefix_ids=prefix,
             step_ids=self._stops.tokens if to_step_end and self._stops is not None and only is None else (),

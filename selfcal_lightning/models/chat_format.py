@@ -96,12 +96,17 @@ def put_prompt(questions: Iterable[Question], prompt: Prompt | None) -> list[Que
     shown = {example.question.strip() for example in prompt.examples}
     put = []
     for question in questions:
-        text = question.text or question.messages[-1].content  # of some only the chat is known
+        text = text_of(question)
         if text.strip() in shown:
             # The model would be shown its answer.
             raise InputError(f"Expected `prompt.examples` to be none of the questions, but got {text!r}.")
         put.append(replace(question, messages=_messages(text, question.messages, prompt)))
     return put
+
+
+def text_of(question: Question) -> str:
+    """Return the text of a question; where only its chat is known, the last turn."""
+    return question.text or question.messages[-1].content
 
 
 def same_prompt(one: Prompt | None, other: Prompt | None) -> bool:

@@ -117,9 +117,3 @@ def test_draw_inverts_the_distribution_function() -> None:
     grid = (torch.arange(10_000, dtype=torch.float64) + 0.5) / 10_000
     counts = draw(p.expand(10_000, 6), grid).bincount(minlength=6)
     assert counts.tolist() == [0, 2500, 0, 5000, 2500, 0]
-
-
-@pytest.mark.parametrize("scale", [0.0, -0.5, 1.5])
-def test_scale_outside_its_range_is_refused(scale: float) -> None:
-    with pytest.raises(ValueError, match=r"Expected `scale` to lie in \(0, 1\]"):
-        dynamic_temperature(torch.zeros(3), scale=scale)

@@ -14,6 +14,7 @@ from selfcal_lightning.core.errors import InputError, check_at_least
 from selfcal_lightning.data.step_settings import Steps, check_steps
 from selfcal_lightning.data.steps import Rate, check_marker, prefix_after, prefix_id, token_step_ends
 from selfcal_lightning.data.store.sample_store import SampleStore
+from selfcal_lightning.models.chat_format import text_of
 from selfcal_lightning.records import Question
 
 if TYPE_CHECKING:
@@ -150,11 +151,6 @@ def spread(inner: int, number: int | None) -> list[int]:
     if number == 1:
         return [(inner + 1) // 2]
     return np.round(np.linspace(1, inner, number)).astype(int).tolist()
-
-
-def text_of(question: Question) -> str:
-    """Return the text of a question; where only its chat is known, the last turn."""
-    return question.text or question.messages[-1].content
 
 
 def describe_prefixes(prefixes: Sequence[Prefix], chat: ChatFormat) -> Iterator[dict[str, Any]]:

@@ -8,7 +8,6 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.engines.transformers.prefixes import padded
 from selfcal_lightning.records import Request
 
@@ -19,8 +18,6 @@ def dynamic_temperature(
     logits: Tensor, *, base: float | Tensor = 0.8, scale: float | Tensor = 0.8, theta: float | Tensor = 1.0
 ) -> Tensor:
     """Return the entropy-based dynamic temperature (EDT) of each next-token distribution."""
-    if not isinstance(scale, Tensor) and not 0.0 < scale <= 1.0:
-        raise InputError(f"Expected `scale` to lie in (0, 1], but got {scale}.")
     log_p = _at_least_float32(logits).log_softmax(-1)
     p = log_p.exp()
     entropy = -(p * log_p.clamp_min(torch.finfo(p.dtype).min)).sum(-1)

@@ -458,7 +458,13 @@ def check_adapter_name(adapter: str) -> None:
 @functools.lru_cache(maxsize=16)
 def _check_on_hub(model: str, revision: str | None, option: str, offline: str) -> None:
     from huggingface_hub import HfApi, constants
-    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        HTTPError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
 
     # A tokenizer of its own may lie there without a configuration; what else it lacks its reader says.
     if any(_is_cached(model, name, revision) for name in (CONFIG, ADAPTER_CONFIG, "tokenizer.json")):
@@ -467,9 +473,10 @@ def _check_on_hub(model: str, revision: str | None, option: str, offline: str) -
     hint = similar(Path(model))
     if constants.HF_HUB_OFFLINE:
         raise InputError(f"{nowhere}, and not in the hub's cache, which alone is asked (HF_HUB_OFFLINE is set).{hint}")
+    unreachable = f"{nowhere} and not in the hub's cache, and {constants.ENDPOINT} cannot be reached"
+    way_out = f"Check the name, or give the folder of a downloaded model.{hint}"
     if problem := _unreachable(constants.ENDPOINT):
-        unreachable = f"not in the hub's cache, and {constants.ENDPOINT} cannot be reached: {problem}"
-        raise RunError(f"{nowhere} and {unreachable}. Check the name, or give the folder of a downloaded model.{hint}")
+        raise RunError(f"{unreachable}: {problem}. {way_out}")
     try:
         HfApi().model_info(model, revision=revision, timeout=HUB_SECONDS)
     except GatedRepoError as error:
@@ -480,6 +487,8 @@ def _check_on_hub(model: str, revision: str | None, option: str, offline: str) -
         raise InputError(f"{nowhere}, and the hub has no such model; a private one needs HF_TOKEN.{hint}") from error
     except HfHubHTTPError as error:
         raise RunError(f"{nowhere}, and the hub refused to say more: {' '.join(str(error).split())}") from error
+    except (HTTPError, OSError) as error:  # such as a proxy that is down, or no answer in time
+        raise RunError(f"{unreachable}: {error}. {way_out}") from error
 
 
 def _unreachable(endpoint: str) -> str | None:

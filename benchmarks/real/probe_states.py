@@ -1,8 +1,8 @@
 """Which hidden states `selfcal fit-response-probe` should read, on real models.
 
 Fits the probe to the agreement of the training responses on the mean state of a response, on the state at the end of
-the confidence query, and on both. The choice is by the error on training questions that a fold leaves out; AUROC and
-Brier are of the test responses. Samples what `make report-real` samples, and reads the states in float32.
+the confidence query, and on what it chooses by the error on training questions that a fold leaves out. AUROC and Brier
+are of the test responses. Samples what `make report-real` samples, and reads the states in float32.
 """
 
 from __future__ import annotations
@@ -74,29 +74,29 @@ def compare(job: Jobs) -> dict[str, Any]:
     found, states = pools(job), {}
     for split, pool in found.items():
         states[split] = keep_states(lambda: None, pool, FeatureFolder(job.folder / "probe_states" / split), chat=chat)
-    width = len(next(row for row in states["train"] if row is not None)) // 2
-    parts = {"mean": slice(0, width), "query": slice(width, None), "both": slice(None)}
-    return {name: row_of(found, states, part) for name, part in parts.items()}
+    shown = {"mean alone": [1.0, 0.0], "query alone": [0.0, 1.0], "as chosen": [1.0, 1.0]}
+    return {name: row_of(found, states, np.array(factors)[:, None]) for name, factors in shown.items()}
 
 
 def row_of(
-    found: Mapping[str, list[QuestionSamples]], states: Mapping[str, list[Floats | None]], part: slice
+    found: Mapping[str, list[QuestionSamples]], states: Mapping[str, list[Floats | None]], factors: Floats
 ) -> dict[str, Any]:
-    read = {split: [None if row is None else row[part] for row in rows] for split, rows in states.items()}
+    """Return the figures of a probe for which a state is a constant where its factor is 0."""
+    read = {split: [None if row is None else factors * row for row in rows] for split, rows in states.items()}
     probe = fit_response_probe(found["train"], read["train"], target="agreement", origin={})
     weights, left = np.array(probe.weights), iter(read["test"])
     scored = []
     for entry in found["test"]:
         values = [next(left) for _ in entry.samples]
-        chances = [None if x is None else probe.map.scaled(float(x @ weights) + probe.intercept) for x in values]
+        chances = [None if x is None else probe.map.scaled(x.flatten() @ weights + probe.intercept) for x in values]
         samples = [
             replace(sample, confidences={} if chance is None else {RESPONSE_PROBE: chance})
             for sample, chance in zip(entry.samples, chances, strict=True)
         ]
         scored.append(replace(entry, samples=tuple(samples)))
     metrics = own_metrics(scored, RESPONSE_PROBE, num_resamples=RESAMPLES)
-    errors = {"error": round(probe.error, 5), "constant_error": round(probe.constant_error, 5)}
-    return errors | {name: triple(metrics[name]) for name in (AUROC, BRIER)}
+    figures = {"reads": probe.reads, "error": round(probe.error, 5), "constant_error": round(probe.constant_error, 5)}
+    return figures | {name: triple(metrics[name]) for name in (AUROC, BRIER)}
 
 
 def as_markdown(report: Mapping[str, Any]) -> str:
@@ -104,10 +104,10 @@ def as_markdown(report: Mapping[str, Any]) -> str:
     for task, states in report["tasks"].items():
         for state, row in states.items():
             share = row["error"] / row["constant_error"]
-            rows.append([task, state, f"{share:.3f}", show(row[AUROC]), show(row[BRIER])])
-    heads = ["task", "state", "left-out error, of a constant's", "AUROC", "Brier"]
+            rows.append([task, state, row["reads"], f"{share:.3f}", show(row[AUROC]), show(row[BRIER])])
+    heads = ["task", "states", "read", "left-out error, of a constant's", "AUROC", "Brier"]
     told = "Fitted without labels; 8 responses to a question; 95 % intervals over questions."
-    return "\n".join([f"Command: `{report['command']}`. {told}", "", *table(heads, rows, left=2), ""])
+    return "\n".join([f"Command: `{report['command']}`. {told}", "", *table(heads, rows, left=3), ""])
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:

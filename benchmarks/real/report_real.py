@@ -1,9 +1,10 @@
 """``make report-real``: an activated adapter on a real language model, against every cheaper confidence.
 
 SmolLM2-135M-Instruct on three tasks, facts about countries, facts from Wikidata and arithmetic in words by
-reasoning-gym, and Gemma 3 270M, a base model, on the first. Responses end where the model ends them. The figures are
-those of the test questions, and nothing is fitted on them. Continues from what is there; tasks that `--tasks` or
-`--models` leave out keep their figures.
+reasoning-gym, and Gemma 3 270M, a base model, on the facts: after five examples of arithmetic it gets 10 % of the 60
+validation questions right. Responses end where the model ends them. The figures are those of the test questions, and
+nothing is fitted on them. Continues from what is there; tasks that `--tasks` or `--models` leave out keep their
+figures.
 """
 
 from __future__ import annotations

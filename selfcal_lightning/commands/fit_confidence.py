@@ -130,8 +130,9 @@ def run_fit_response_probe(
 ) -> ResponseProbe:
     """Fit a linear probe of the hidden states of responses, without labels by default.
 
-    A ridge regression of two states, the mean over a response's tokens and the one at the end of the confidence query,
-    predicts how far the other responses agree with it; isotonic regression makes it a probability. `selfcal score
+    A ridge regression of hidden states predicts how far the other responses agree: of the mean over a response's
+    tokens, of the state at the end of the confidence query, or of both, whichever errs least on questions that it was
+    not fitted on. Isotonic regression makes it a probability. `selfcal score
     --estimator response_probe --criteria.probe FILE` puts it on the responses to other questions. Try it before you
     train an adapter: it takes one pass over the responses.
 
@@ -169,7 +170,7 @@ def run_fit_response_probe(
     fitted = probe.fitted_on
     tell(
         f"Fitted on {fitted.num_responses:,} responses to {fitted.num_questions:,} questions ({fitted.num_left_out:,} "
-        f"left out): {len(probe.weights):,} features, target {target}, penalty {probe.penalty:.3g}. Of questions that "
+        f"left out): {probe.reads}, target {target}, penalty {probe.penalty:.3g}. Of questions that "
         f"a fold leaves out, the {target} is predicted with a squared error of {probe.error:.4f}; a constant has "
         f"{probe.constant_error:.4f}.",
         output,

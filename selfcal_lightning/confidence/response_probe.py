@@ -33,13 +33,16 @@ FOLDS = 5
 PENALTIES = np.geomspace(1e-3, 1e3, 13)  # per response
 CHUNK_QUESTIONS = 32
 STATES = "response_mean_and_query"
+MEAN, QUERY = 0, 1
+CHOICES = ([MEAN], [QUERY], [MEAN, QUERY])
 
 
 @dataclass(frozen=True)
 class ResponseProbe:
     """``map(weights . x + intercept)`` of two hidden states x of a response, after the last layer.
 
-    They are the mean over the response's tokens, and the state at the end of the confidence query.
+    They are the mean over the response's tokens, and the state at the end of the confidence query; the weights of one
+    that the fit did not choose are 0.
     """
 
     name: ClassVar[str] = RESPONSE_PROBE
@@ -52,6 +55,12 @@ class ResponseProbe:
     constant_error: float  # of a constant: the variance of the targets
     origin: Mapping[str, Any]  # of the states: model, adapter, template and query
     fitted_on: FittedOn
+
+    @property
+    def reads(self) -> str:
+        width = len(self.weights) // 2
+        parts = {"the mean state": self.weights[:width], "the query's state": self.weights[width:]}
+        return " and ".join(name for name, weights in parts.items() if any(weights))
 
     @property
     def digest(self) -> str:
@@ -94,9 +103,9 @@ def load_response_probe(path: str | Path | None) -> ResponseProbe:
 
 
 def read_states(tokens: TokenReader, pool: Sequence[QuestionSamples]) -> list[Floats | None]:
-    """Return the states [2 D] of each response of a pool; None if it is empty or too long for the model."""
+    """Return the states [2, D] of each response of a pool; None if it is empty or too long for the model."""
     found = [states for row in tokens.states(pool) for states in row]
-    return [None if states is None else states.flatten().numpy() for states in found]
+    return [None if states is None else states.numpy() for states in found]
 
 
 def keep_states(
@@ -157,11 +166,11 @@ def fit_response_probe(
 ) -> ResponseProbe:
     """Fit a ridge regression of the target on the states, and map its predictions to the target monotonically.
 
-    ``states`` are those of all responses of ``pool``, in its order. The penalty has the least squared error on
-    questions that a fold leaves out. The map is fitted to the predictions for those questions, which no ridge has seen.
+    ``states`` [2, D] are those of all responses of ``pool``, in its order. The penalty has the least squared error on
+    questions that a fold leaves out, and so has the choice of one state or both. The map is fitted to the predictions
+    for those questions, which no ridge has seen.
     """
-    from sklearn.linear_model import Ridge, RidgeCV
-    from sklearn.model_selection import GroupKFold, cross_val_predict
+    from sklearn.model_selection import GroupKFold
 
     targets = probe_targets(pool, target)
     used = ~np.isnan(targets) & np.array([state is not None for state in states])
@@ -171,20 +180,32 @@ def fit_response_probe(
     centre, scale = centre_and_scale(x)
     standard = (x - centre) / scale
     folds = list(GroupKFold(FOLDS).split(standard, y, question))
-    ridge = RidgeCV(alphas=PENALTIES * len(y), cv=folds, scoring="neg_mean_squared_error").fit(standard, y)
-    left_out = cross_val_predict(Ridge(alpha=ridge.alpha_), standard, y, cv=folds)
-    weights = ridge.coef_ / scale
+    found = [(*_fit_ridge(standard[:, chosen], y, folds), chosen) for chosen in CHOICES]
+    error, left_out, ridge, chosen = min(found, key=lambda one: one[0])
+    weights = np.zeros(x.shape[1:])
+    weights[chosen] = ridge.coef_.reshape(-1, x.shape[2]) / scale[chosen]
     return ResponseProbe(
-        weights=tuple(weights.tolist()),
-        intercept=float(ridge.intercept_ - weights @ centre),
+        weights=tuple(weights.flatten().tolist()),
+        intercept=float(ridge.intercept_ - (weights * centre).sum()),
         map=IsotonicMap.fit(left_out, y),
         target=target,
         penalty=float(ridge.alpha_) / len(y),
-        error=float(np.mean((left_out - y) ** 2)),
+        error=error,
         constant_error=float(y.var()),
         origin=origin,
         fitted_on=FittedOn.from_pool(pool, used),
     )
+
+
+def _fit_ridge(x: Floats, y: Floats, folds: Sequence[Any]) -> tuple[float, Floats, Any]:
+    """Return the error on questions that a fold leaves out, the predictions for them, and the ridge of all."""
+    from sklearn.linear_model import Ridge, RidgeCV
+    from sklearn.model_selection import cross_val_predict
+
+    flat = x.reshape(len(x), -1)
+    ridge = RidgeCV(alphas=PENALTIES * len(y), cv=folds, scoring="neg_mean_squared_error").fit(flat, y)
+    left_out = cross_val_predict(Ridge(alpha=ridge.alpha_), flat, y, cv=folds)
+    return float(np.mean((left_out - y) ** 2)), left_out, ridge
 
 
 def check_enough(questions: int) -> None:

@@ -73,7 +73,7 @@ def answered(name: str, answers: Sequence[str | None]) -> QuestionSamples:
 
 
 def planted(num_questions: int, *, seed: int = 0) -> tuple[list[QuestionSamples], np.ndarray]:
-    """Return questions whose responses agree the more, the larger the first of their states' five numbers."""
+    """Return questions whose responses agree the more, the larger the first of their mean states' five numbers."""
     draw, pool, states = np.random.default_rng(seed), [], []
     for number in range(num_questions):
         agreeing = int(draw.integers(1, 8))
@@ -83,7 +83,8 @@ def planted(num_questions: int, *, seed: int = 0) -> tuple[list[QuestionSamples]
         rows = draw.normal(size=(8, 5)) * [1.0, 1.0, 10.0, 0.1, 0.0] + 3.0
         rows[:, 0] = shares + 0.1 * draw.normal(size=8)
         states.append(rows)
-    return pool, np.concatenate(states)
+    rows = np.concatenate(states)
+    return pool, np.stack([rows, np.full_like(rows, 2.0)], axis=1)
 
 
 @pytest.fixture
@@ -105,13 +106,14 @@ def test_the_probe_is_a_ridge_of_standardised_states_and_a_rising_map(reading: A
     pool, states = planted(40)
     probe = fit_response_probe(pool, list(states), target="agreement", origin={})
     y = np.concatenate([[(sum(s.answer == o.answer for o in e.samples) - 1) / 7 for s in e.samples] for e in pool])
-    scale = states.std(axis=0)
+    means = states[:, 0]
+    scale = means.std(axis=0)
     scale[4] = 1.0  # it never changes
-    x = (states - states.mean(axis=0)) / scale
+    x = (means - means.mean(axis=0)) / scale
     inner = x.T @ x + probe.penalty * len(y) * np.eye(5)
     expected = np.linalg.solve(inner, x.T @ (y - y.mean())) / scale
-    assert probe.weights == pytest.approx(expected.tolist(), abs=1e-9)
-    assert probe.intercept == pytest.approx(y.mean() - expected @ states.mean(axis=0), abs=1e-9)
+    assert probe.weights == pytest.approx([*expected.tolist(), *[0.0] * 5], abs=1e-9)
+    assert probe.intercept == pytest.approx(y.mean() - expected @ means.mean(axis=0), abs=1e-9)
     assert probe.constant_error == pytest.approx(float(y.var()))
     assert probe.error < 0.2 * probe.constant_error
     assert (np.diff(probe.map.y) >= 0.0).all()
@@ -122,11 +124,24 @@ def test_the_probe_is_a_ridge_of_standardised_states_and_a_rising_map(reading: A
     assert np.mean((found - np.array(agreement) / 7) ** 2) < 0.2 * np.var(np.array(agreement) / 7)
 
 
+def test_it_reads_the_state_that_errs_least_on_questions_left_out_or_both() -> None:
+    pool, states = planted(40)
+    assert fit_response_probe(pool, list(states[:, ::-1]), target="agreement", origin={}).reads == "the query's state"
+    told = states[:, 0].copy()
+    parts = np.stack([told, told], axis=1)
+    noise = np.random.default_rng(1).normal(size=len(told))
+    parts[:, 0, 0], parts[:, 1, 0] = told[:, 0] + noise, noise  # only their difference tells
+    both = fit_response_probe(pool, list(parts), target="agreement", origin={})
+    assert both.reads == "the mean state and the query's state"
+    assert both.error < 0.3 * both.constant_error
+
+
 def test_the_map_is_fitted_to_predictions_for_questions_that_were_left_out() -> None:
     """Of noise with as many features as responses, a ridge learns its own responses by heart; the map must not."""
     draw = np.random.default_rng(0)
     pool, _ = planted(20)
-    probe = fit_response_probe(pool, list(draw.normal(size=(160, 160))), target="label", origin={})
+    noise = draw.normal(size=(160, 160))
+    probe = fit_response_probe(pool, list(np.stack([noise, noise], axis=1)), target="label", origin={})
     assert probe.error == pytest.approx(probe.constant_error, rel=0.1)
     assert np.ptp(probe.map.y) < 0.6
 
@@ -147,12 +162,12 @@ def test_the_states_are_the_mean_before_each_token_and_the_query_s_after_the_las
     assert found[0] is None
     network = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float64).eval()
     with torch.no_grad():
-        for entry, states in zip(pool[1:], np.array(found[NUM_SAMPLES:]).reshape(2, NUM_SAMPLES, -1), strict=True):
+        for entry, states in zip(pool[1:], np.array(found[NUM_SAMPLES:]).reshape(2, NUM_SAMPLES, 2, -1), strict=True):
             for sample, state in zip(entry.samples, states, strict=True):
                 ids = [*entry.prompt_ids, *sample.token_ids]
                 whole = torch.tensor([[*ids, *tokens.chat.query.suffix_ids]])
                 last = network(whole, output_hidden_states=True).hidden_states[-1][0]
-                expected = torch.cat([last[len(entry.prompt_ids) - 1 : len(ids) - 1].mean(0), last[-1]])
+                expected = torch.stack([last[len(entry.prompt_ids) - 1 : len(ids) - 1].mean(0), last[-1]])
                 assert state == pytest.approx(expected.numpy(), abs=1e-4)
 
 
@@ -186,9 +201,7 @@ def test_a_store_is_fitted_on_one_split_and_scored_on_the_other(
 ) -> None:
     file = tmp_path / "probe.json"
     assert run(["fit-response-probe", "--pool", str(store), "--output", str(file)]) == 0
-    assert (
-        "Fitted on 24 responses to 8 questions (0 left out): 256 features, target agreement" in capsys.readouterr().out
-    )
+    assert "Fitted on 24 responses to 8 questions (0 left out): the " in capsys.readouterr().out
     score = ["score", "--store_dir", str(store), "--estimator", "response_probe"]
     assert run([*score, "--criteria.probe", str(file), "--split", "test_id"]) == 0
     probe = load_response_probe(file)
@@ -247,7 +260,7 @@ def test_a_probe_of_another_model_or_a_damaged_one_is_refused(
 )
 def test_pools_without_a_target_to_learn_are_named(change: Any, message: str) -> None:
     pool = change(planted(10)[0])
-    states = [np.zeros(5)] * sum(len(entry.samples) for entry in pool)
+    states = [np.zeros((2, 5))] * sum(len(entry.samples) for entry in pool)
     with pytest.raises(InputError, match=message):
         fit_response_probe(pool, states, target="agreement", origin={})
     with pytest.raises(InputError, match="`target`"):

@@ -164,10 +164,17 @@ def _load(
 
 
 def _shared(test: str, pools: Mapping[str, RecordedPool]) -> dict[str, RecordedPool]:
-    ids = [{entry.question.id for entry in pool.entries} for pool in pools.values()]
-    shared = set.intersection(*ids)
+    asked = [{entry.question.id: entry.question for entry in pool.entries} for pool in pools.values()]
+    first, last = asked[0], asked[-1]
+
+    def is_one(name: str) -> bool:
+        """Whether both ask it: files number their questions alike, so that an id alone says little."""
+        one, two = first[name], last[name]
+        return one.text == two.text or (one.reference is not None and one.reference == two.reference)
+
+    shared = set(filter(is_one, first.keys() & last.keys()))
     if not shared:
         raise InputError(f"The two hold no question of {test!r} in common.")
-    if alone := len(set.union(*ids)) - len(shared):
+    if alone := len(first.keys() | last.keys()) - len(shared):
         say(f"{test}: {alone:,} questions are in one of the two only and are left out.")
     return {name: pool.subset(shared) for name, pool in pools.items()}

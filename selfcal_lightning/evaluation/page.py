@@ -98,7 +98,7 @@ def compare_pages(path: Path, reports: Mapping[str, Path], *, title: str) -> tup
     def is_one(key: tuple[str, str]) -> bool:
         """Whether both ask it: files number their questions alike, so that an id alone says little."""
         first, second = (index["questions"][found[key]] for (index, _), found in zip(pages, places, strict=True))
-        return bool(first["q"] == second["q"] or first["r"] == second["r"])
+        return bool(first["q"] == second["q"] or (first["r"] is not None and first["r"] == second["r"]))
 
     shared = [key for key in places[0] if key in places[1] and is_one(key)]
     if not shared:

@@ -153,6 +153,14 @@ def test_two_pools_are_compared_on_the_questions_of_both(tmp_path: Path, capsys:
     assert [row["questions"] for row in index["numbers"]] == [4, 4]
     assert len(index["questions"]) == 4
     assert "2 questions are in one of the two only" in capsys.readouterr().err
+    stated = {f"q{i}": [{"text": "4", "answer": "4", "correct": True}] for i in range(2)}
+    same_ids = [
+        write_number_pool(tmp_path / f"same-{n}.jsonl", stated, question=f"Number {n}?", reference=reference)
+        for n, reference in enumerate(("5", None, None))
+    ]
+    for pair in ((one, same_ids[0]), same_ids[1:]):
+        with pytest.raises(InputError, match="no question of 'test' in common"):
+            run_view(*map(str, pair), output=page)
 
 
 def evaluation(folder: Path, answers: str, ids: range, **fields: str) -> Path:

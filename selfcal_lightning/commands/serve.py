@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import signal
 import socket
 from dataclasses import replace
 from functools import partial
@@ -69,15 +70,17 @@ def run_serve(
     key = read_key(api_key_env)
     if key is None and not is_loopback(host):
         raise InputError(f"Expected a key in ${api_key_env} for `host` {host!r}, which other machines reach.")
-    if not 0 <= port < 2**16:
-        raise InputError(f"Expected `port` to lie in [0, {2**16 - 1}], but got {port}.")
+    if not 1 <= port < 2**16:
+        raise InputError(f"Expected `port` to lie in [1, {2**16 - 1}], but got {port}.")
     try:
         socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
     except OSError as error:
         raise InputError(f"Expected to listen at {host}:{port}, but got: {error}. Name another `port`.") from None
     chosen = ServiceSettings(model, engine=engine.of(revision=revision, adapter=adapter), **settings)
+    # By default it would end the process, which systemd does not take for a failure.
+    signal.signal(signal.SIGHUP, lambda *_: say("SIGHUP comes too early: the model is being loaded. Send it again."))
     service = open_service(chosen, folder=None if feedback_dir is None else Path(feedback_dir), key=key)
-    say(f"{service.model} answers at http://{host}:{port}/v1")
+    say(f"{service.model} answers at http://{f'[{host}]' if ':' in host else host}:{port}/v1")
     serve(service, host=host, port=port)
 
 
@@ -115,7 +118,7 @@ def run_batch(
         raise InputError(f"Expected `output` to be another file than `input`, but got {output} for both.")
     options = engine.of(revision=revision, adapter=adapter)
     chosen = ServiceSettings(model, engine=options, limits=limits, **settings)
-    file, done = open_output(Path(output), requests)
+    file, done = open_output(Path(output), requests, seed=chosen.seed)
     service = open_service(chosen)
     said = asyncio.run(run_requests(service, requests, file, done))
     say(f"{said}: {output}")
@@ -158,10 +161,13 @@ def open_service(settings: ServiceSettings, *, folder: Path | None = None, key: 
         found = Calibration(tuple(choices.load_fitted_files([*given, *learnt], None)[0]), manifest, live)
         if not is_closed:
             check_live(P_TRUE, found.of_samples)
+        if fitted is not None:  # a scorer that was fitted again since is another one
+            choices.choose_strategy(None, {}, scorers=found.of_samples, fitted=fitted)
         return found
 
     feedback = Feedback(folder)  # locks its file
-    calibration, (_, fitted) = load(), choices.load_fitted_files((), settings.threshold_file)
+    fitted = choices.load_fitted_files((), settings.threshold_file)[1]
+    calibration = load()
     if fitted is not None and (wanted := fitted.fields["max_samples"]) > settings.limits.max_samples:
         raise InputError(
             f"Expected `limits.max_samples` to be at least {wanted}, which {fitted.name!r} was fitted with, but got "

@@ -38,20 +38,36 @@ def read_requests(path: Path) -> dict[str, dict[str, Any]]:
     return requests
 
 
-def open_output(path: Path, requests: Mapping[str, Any]) -> tuple[BinaryIO, set[str]]:
-    """Open a file for more answers, with the ids it has; those that a fault of the engine refused are taken out."""
+def answer_id(request: Any, seed: int) -> str:
+    """Return the id of the answer to a line of the input. It is not random: another request or seed has another."""
+    return f"batch_req_{sample_seed(seed, 0, json.dumps(request, sort_keys=True), 0):x}"
+
+
+def open_output(path: Path, requests: Mapping[str, Any], *, seed: int) -> tuple[BinaryIO, set[str]]:
+    """Open a file for more answers, with the ids it has.
+
+    What a fault of the engine refused is taken out, and what was refused and has been changed in the input since.
+    """
     begin, way_out = b'{"id": "batch_req_', "Wait for it, or name another `output`."
     file, lines = open_lines(path, begin=begin, way_out=way_out)
-    done, again = set(), set()
+    done, again, changed = set(), set(), []
     for number, line in enumerate(lines):
         try:
             answer = json.loads(line)
-            done.add(answer["custom_id"])
-            again |= {number} if answer["response"]["status_code"] in PASSING else set()
+            name, status = answer["custom_id"], answer["response"]["status_code"]
+            done.add(name)
+            is_other = name in requests and answer["id"] != answer_id(requests[name], seed)
+            again |= {number} if status in PASSING or (is_other and status != 200) else set()
+            changed += [name] if is_other and status == 200 else []
         except (ValueError, KeyError, TypeError) as error:
             raise line_error(path, number + 1, "an answer of this batch", "something else") from error
     if strange := sorted(done - requests.keys()):
         raise InputError(f"Expected {path} to hold answers of this batch, but got {strange[0]!r}. Name another file.")
+    if changed:
+        raise InputError(
+            f"Expected {path} to answer the requests of `input`, but {changed[0]!r} and {len(changed) - 1:,} more "
+            "answer other ones of these ids, or had another `seed`. Name another file."
+        )
     if again:
         kept = [line for number, line in enumerate(lines) if number not in again]
         done = {json.loads(line)["custom_id"] for line in kept}
@@ -69,8 +85,7 @@ async def run_requests(
 
     async def answer(name: str, line: Mapping[str, Any], bar: Progress) -> None:
         async with room:
-            # Not random, so that a batch that was killed gives what an unbroken one gives.
-            own_id = f"batch_req_{sample_seed(service.settings.seed, 0, name, 0):x}"
+            own_id = answer_id(line, service.settings.seed)
             try:
                 status, content = 200, await _answer(service, line, name=own_id, key=name)
             except (Refused, InputError) as error:

@@ -14,9 +14,10 @@ from support.store_samples import write_lines
 from selfcal_lightning.commands.serve import run_batch
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.data.tasks.registry import get_task
-from selfcal_lightning.serving.batch import open_output
+from selfcal_lightning.serving.batch import answer_id, open_output
 
 OTHER = '{"id": "batch_req_1", "custom_id": "b", "response": {"status_code": 200}}'
+CHANGED = OTHER.replace('"b"', '"a"')
 
 
 def write_requests(path: Path, number: int) -> None:
@@ -91,10 +92,15 @@ def test_a_file_that_cannot_be_a_batch_is_refused_at_once(tmp_path: Path, lines:
 
 
 def test_what_the_engine_failed_at_is_asked_again(tmp_path: Path) -> None:
-    target, statuses = tmp_path / "out.jsonl", {"a": 200, "b": 502, "c": 400}
-    lines = [json.dumps({"custom_id": name, "response": {"status_code": s}}) for name, s in statuses.items()]
+    target, statuses = tmp_path / "out.jsonl", {"a": 200, "b": 502, "c": 400, "d": 400}
+    requests = {name: {"custom_id": name, "body": {}} for name in statuses}
+    lines = [
+        json.dumps({"id": answer_id(requests[name], 1), "custom_id": name, "response": {"status_code": status}})
+        for name, status in statuses.items()
+    ]
     target.write_text("\n".join(lines) + '\n{"id": "ba')
-    file, done = open_output(target, statuses)
+    requests["d"]["body"] = {"mended": True}
+    file, done = open_output(target, requests, seed=1)
     with file:
         file.write(b"more\n")
     assert done == {"a", "c"}
@@ -102,11 +108,17 @@ def test_what_the_engine_failed_at_is_asked_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "said"), [(f"{OTHER}\n", "'b'"), ("no answer\n", "out.jsonl:1"), ('{"a": 1}', "lines")]
+    ("line", "said"),
+    [
+        (f"{OTHER}\n", "'b'"),
+        (f"{CHANGED}\n", "'a' and 0 more answer other ones"),
+        ("no answer\n", "out.jsonl:1"),
+        ('{"a": 1}', "lines"),
+    ],
 )
 def test_a_file_with_something_else_is_not_written_to(tmp_path: Path, line: str, said: str) -> None:
     target = tmp_path / "out.jsonl"
     target.write_text(line)
     with pytest.raises(InputError, match=said):
-        open_output(target, {"a": {}})
+        open_output(target, {"a": {}}, seed=0)
     assert target.read_text() == line

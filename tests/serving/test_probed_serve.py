@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.processes import free_port
 from support.serving import QUESTION, Server
 from support.strategy_pools import make_entry
 
@@ -88,7 +89,7 @@ def test_a_server_gives_the_confidences_of_a_probe(probe: ResponseProbe, tmp_pat
 def test_a_server_takes_no_probe_that_it_could_not_read(
     probe: ResponseProbe, here: Path, refused: Callable[[list[str]], str]
 ) -> None:
-    serve = ["serve", "--model", "bundled", "--port", "0", "--probe", "probe.json"]
+    serve = ["serve", "--model", "bundled", "--port", str(free_port()), "--probe", "probe.json"]
     assert "probe.json" in refused(serve)
     probe.save("probe.json")
     assert "hidden states" in refused([*serve, "--engine.name", "vllm"])

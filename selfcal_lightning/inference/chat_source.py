@@ -254,13 +254,14 @@ def _read(answer: Any, stops: Sequence[str] = ()) -> _Answer:
         text, finish = without_surrogates(cut_at(content, stops)), choice.get("finish_reason")
         text += "".join(map(written_call, message.get("tool_calls") or ()))
         rows: Sequence[Mapping[str, Any]] = (choice.get("logprobs") or {}).get("content") or ()
-        logprob = math.fsum(float(row["logprob"]) for row in rows) if rows else None
+        logprob = math.fsum(float(row["logprob"]) for row in rows) if rows else math.nan
         tokens = usage.get("completion_tokens")
         is_number = isinstance(tokens, int) and not isinstance(tokens, bool) and tokens >= 0
         if cut_at(content, stops) != content:  # the server knows no stops; the tokens are those of the whole text
             finish = "stop"
         prompt_tokens = int(usage.get("prompt_tokens") or 0)
-        return _Answer(text, finish, tokens if is_number else None, prompt_tokens, logprob)
+        known = logprob if math.isfinite(logprob) else None
+        return _Answer(text, finish, tokens if is_number else None, prompt_tokens, known)
     except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
         raise ServerError(f"Expected a completion of the OpenAI protocol, but got something else: {error}") from None
 

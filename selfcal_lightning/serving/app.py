@@ -170,7 +170,7 @@ class Service:
             name, strategy, reader, sampling, messages,
             seed=self.settings.seed if seed is None else seed,
             # With a seed the same messages get the same samples; without one, each request draws its own.
-            key=key or (name if seed is None else json.dumps([[m.role, m.content] for m in messages])),
+            key=(key or name) if seed is None else json.dumps([[m.role, m.content] for m in messages]),
             tools=tools,
             turns=turns,
             max_tokens=max_tokens,
@@ -192,6 +192,8 @@ class Service:
         if outcome.failed == len(outcome.samples):
             raise Refused(502, f"All {outcome.failed} samples of this question failed in the engine.")
         threshold = getattr(job.strategy, "threshold", None) if body.threshold is None else body.threshold
+        if threshold is not None and getattr(job.strategy, "criterion", None) == "entropy":
+            threshold = 1.0 - threshold  # the confidence is one minus the entropy, which has to fall to it
         reply = make_reply(
             job, outcome, body.selfcal, model=body.model, calibration=self.calibration,
             confidence=self.confidence, threshold=threshold,

@@ -195,7 +195,8 @@ def make_reply(
         message |= {"content": None, "refusal": ABSTAINED}
     elif calls := _written(job, job.reader.tool_calls(text)):
         message |= {"content": None, "tool_calls": calls}
-    described = calibration.describe(source)
+    # A share of weighted votes, or a posterior, is not what was calibrated.
+    described = None if scaled is None and stated not in values else calibration.describe(source)
     return Reply(
         job,
         model,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import math
+import signal
 import socket
 from dataclasses import replace
 from importlib.machinery import ModuleSpec
@@ -15,21 +16,25 @@ from typing import Any
 import pytest
 from support.driver_fakes import live
 from support.fakes import FakeChat, FakeEngine, FakeTask, fake_questions
+from support.processes import free_port
 
+from selfcal_lightning.commands import serve
 from selfcal_lightning.commands.serve import run_batch, run_serve
 from selfcal_lightning.confidence.base import confidence_of
 from selfcal_lightning.confidence.features import ConfidenceScores
+from selfcal_lightning.confidence.fusion import scorer_digests
 from selfcal_lightning.confidence.scaling import PlattMap, Scaler
 from selfcal_lightning.confidence.splits import FittedOn
 from selfcal_lightning.core.errors import InputError, MissingPackageError, RunError
 from selfcal_lightning.data.tasks.registry import get_task
 from selfcal_lightning.engines.openai.wire import ServerError
-from selfcal_lightning.inference import chat_source
+from selfcal_lightning.inference import chat_source, choices
 from selfcal_lightning.inference.driver import Driver
 from selfcal_lightning.inference.sources import Draws, EngineSource
 from selfcal_lightning.inference.thresholds import FittedThreshold
 from selfcal_lightning.inference.voting import SelfConsistency
 from selfcal_lightning.records import Question, Sample, SamplingSettings, Verdict
+from selfcal_lightning.serving import running
 from selfcal_lightning.serving.app import Service
 from selfcal_lightning.serving.batch import run_requests
 from selfcal_lightning.serving.bodies import ChatBody, Refused, Turn, read_body, split_name
@@ -81,6 +86,13 @@ def test_a_stop_cuts_the_text_of_a_closed_server_but_no_call() -> None:
     found.text.encode()
 
 
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
+def test_a_log_probability_that_is_no_number_is_unknown(value: float) -> None:
+    rows = {"content": [{"logprob": value}]}
+    found = chat_source._read({"choices": [{"message": {"content": "a"}, "logprobs": rows}]})
+    assert (found.text, found.logprob) == ("a", None)
+
+
 @pytest.mark.parametrize(
     ("host", "origin", "status"),
     [
@@ -123,10 +135,49 @@ def test_a_batch_that_could_answer_nothing_is_refused_at_once(here: Path, option
     assert Path("in.jsonl").read_text() == '{"custom_id": "a"}'
 
 
-@pytest.mark.parametrize(("port", "said"), [(99_999, "port"), (None, "listen")])
+@pytest.mark.parametrize(("port", "said"), [(99_999, "port"), (0, "port"), (None, "listen")])
 def test_a_port_that_cannot_be_had_is_told_before_the_model_is_loaded(port: int | None, said: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(InputError, match=said):
-        run_serve("bundled", port=port or taken.getsockname()[1])
+        run_serve("bundled", port=taken.getsockname()[1] if port is None else port)
+
+
+def test_while_the_model_is_loaded_a_reload_ends_nothing_and_the_address_can_be_used(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def load(*args: Any, **options: Any) -> Any:
+        assert callable(signal.getsignal(signal.SIGHUP))  # else it would end the tests
+        signal.raise_signal(signal.SIGHUP)
+        return SimpleNamespace(model="m")
+
+    monkeypatch.setattr(serve, "open_service", load)
+    monkeypatch.setattr(running, "serve", lambda *args, **options: None)
+    before, port = signal.getsignal(signal.SIGHUP), free_port()
+    try:
+        run_serve("bundled", host="::1", port=port)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    said = capsys.readouterr().err
+    assert "SIGHUP" in said
+    assert f"http://[::1]:{port}/v1" in said
+
+
+def test_a_scorer_that_was_fitted_again_is_not_loaded_under_a_threshold_of_the_former(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, found in (("load_chat", FakeChat()), ("open_engine", FakeEngine()), ("store_fingerprint", None)):
+        monkeypatch.setattr(serve, name, lambda *args, found=found, **options: found)
+    monkeypatch.setattr(choices, "check_sampled_alike", lambda *args: None)
+    scores, on = ConfidenceScores("calm", 0.5, 0.5, 0.0, 1, 4, 0), guaranteed().fitted_on
+    scaler = Scaler("calm", "p_true", PlattMap(1.0, 0.0, takes_logit=True), False, on, scores, scores)
+    fields = {**guaranteed().fields, "confidence": "calm"}
+    replace(guaranteed(), fields=fields, scorers=scorer_digests("calm", [scaler])).save(Path("risk.json"))
+    Path("feedback").mkdir()
+    scaler.save("feedback/calm.json")
+    server = serve.open_service(ServiceSettings("bundled", threshold_file="risk.json"), folder=Path("feedback"))
+    replace(scaler, map=PlattMap(2.0, 0.0, takes_logit=True)).save("feedback/calm.json")
+    asyncio.run(server.reload())
+    assert make_job(server, {"model": "bundled", "messages": MESSAGES}).fitted is not None
+    asyncio.run(server.desk.close(0.0))
 
 
 def test_a_batch_whose_engine_died_writes_no_answer_for_it(tmp_path: Path) -> None:
@@ -344,6 +395,56 @@ def test_a_label_keeps_cocoa_which_a_scaler_turns_into_the_confidence() -> None:
     for source, applied in (("vote_share", True), ("stated", False)):  # fitted on the confidence of one response
         server.calibration = Calibration((replace(scaler, source=source),))
         assert (asyncio.run(ask()).selfcal["source"] == "calm") == applied
+
+
+@pytest.mark.parametrize(
+    ("strategy", "stated", "calibrated"),
+    [("early_stopping", 0.9, True), ("best_of_n", 0.9, True), ("cisc", 0.6, False)],
+)
+def test_a_share_of_weighted_votes_is_not_called_calibrated(strategy: str, stated: float, calibrated: bool) -> None:
+    server = service()
+    server.calibration = Calibration(manifest={"metrics": {}})
+    body = read_body(ChatBody, {"model": f"m@{strategy}", "messages": MESSAGES})
+
+    async def ask() -> Reply:
+        job = server.make_job(body)
+        samples = tuple(
+            Sample(job.id, i, 0, text, (1,), "stop", text, None, yes_mass=mass, no_mass=1.0 - mass)
+            for i, (text, mass) in enumerate((("4", 0.9), ("5", 0.3)))
+        )
+        return server.reply(
+            body, job, Outcome(Verdict(job.id, "4", stated, None, 2, stopped_early=False), samples, "budget")
+        )
+
+    found = asyncio.run(ask()).selfcal
+    assert (found["confidence"], found["source"], found["calibrated"]) == (stated, "p_true", calibrated)
+
+
+@pytest.mark.parametrize(("entropy", "withheld"), [(0.2, False), (0.75, False), (0.8, True)])
+def test_an_entropy_that_fell_to_the_threshold_is_not_withheld(entropy: float, withheld: bool) -> None:
+    server = service()
+    args = {"criterion": "entropy", "threshold": 0.75}
+    server.settings = replace(server.settings, strategy="adaptive_consistency", strategy_args=args)
+    body = read_body(ChatBody, {"model": "m", "messages": MESSAGES, "selfcal": {"on_low": "abstain"}})
+
+    async def ask() -> Reply:
+        job = server.make_job(body)
+        samples = tuple(Sample(job.id, i, 0, "4", (1,), "stop", "4", None) for i in range(2))
+        verdict = Verdict(job.id, "4", 1.0 - entropy, None, 2, stopped_early=not withheld)
+        return server.reply(body, job, Outcome(verdict, samples, "early"))
+
+    assert asyncio.run(ask()).selfcal["abstained"] == withheld
+
+
+def test_with_a_seed_a_batch_draws_the_samples_that_the_server_draws() -> None:
+    server, asked = service(), {"model": "m", "messages": MESSAGES}
+
+    async def key(name: str, **fields: Any) -> str:
+        return server.make_job(read_body(ChatBody, asked | fields), name=name, key=name).key
+
+    seeded, others = [asyncio.run(key(name, seed=3)) for name in "ab"], [asyncio.run(key(name)) for name in "ab"]
+    assert seeded == [make_job(server, asked | {"seed": 3}).key] * 2
+    assert others == ["a", "b"]
 
 
 @pytest.mark.parametrize(

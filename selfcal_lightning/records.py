@@ -345,6 +345,12 @@ class QuestionSamples:
     split: str
     prompt_ids: tuple[int, ...] | None = None
 
+    @property
+    def verdicts(self) -> list[bool | None]:
+        """Whether each sample is right; one without an answer, such as a failed request, is wrong if any is judged."""
+        judged = self.question.reference is not None or any(sample.correct is not None for sample in self.samples)
+        return [False if judged and s.correct is None and s.answer is None else s.correct for s in self.samples]
+
 
 def normalised_p_true(yes_mass: float | None, no_mass: float | None) -> float | None:
     """Return Yes / (Yes + No), or None if a mass is missing or both are zero.

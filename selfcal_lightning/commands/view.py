@@ -116,8 +116,7 @@ def _write(
     results: dict[str, Any] = {}
     for test in dict.fromkeys(test for found in pools.values() for test in found):
         shared = _shared(test, {name: found[test] for name, found in pools.items() if test in found})
-        samples = [sample for pool in shared.values() for entry in pool.entries for sample in entry.samples]
-        if all(sample.correct is not None for sample in samples):
+        if not any(None in entry.verdicts for pool in shared.values() for entry in pool.entries):
             results |= pool_keys(test, shared, own_confidence(list(shared.values())), num_resamples=1000)
         tests[test] = shared
     sentences, title = verdict(results), " and ".join(places.values())

@@ -51,7 +51,7 @@ class ResponseTable:
         return cls(
             question_ids=tuple(entry.question.id for entry in pool),
             question=np.repeat(np.arange(len(pool)), [len(entry.samples) for entry in pool]),
-            correct=np.array([sample.correct for sample in samples], dtype=np.float64),  # None is NaN
+            correct=np.array([v for entry in pool for v in entry.verdicts], dtype=np.float64),  # None is NaN
             values=np.column_stack(columns) if columns else np.empty((len(samples), 0)),
         )
 

@@ -39,8 +39,7 @@ def fit_logistic(columns: Floats, targets: Floats, *, l2: float = 1.0) -> tuple[
     """
     from scipy.optimize import minimize
 
-    if not 0.0 < float(targets.mean()) < 1.0:
-        raise InputError(f"Expected right and wrong responses to fit on, but all {len(targets)} are {targets[0]:g}.")
+    check_both(targets)
     design = np.column_stack([columns, np.ones(len(columns))])
     ridge = np.append(np.full(columns.shape[1], l2), 0.0)
 
@@ -62,6 +61,11 @@ def fit_logistic(columns: Floats, targets: Floats, *, l2: float = 1.0) -> tuple[
     if not found.success and np.abs(gradient(found.x)).max() > 100.0 * tolerance:
         raise RunError(f"Expected the logistic fit to converge, but got: {found.message}")
     return found.x[:-1], float(found.x[-1])
+
+
+def check_both(targets: Floats) -> None:
+    if not 0.0 < float(targets.mean()) < 1.0:
+        raise InputError(f"Expected right and wrong responses to fit on, but all {len(targets)} are {targets[0]:g}.")
 
 
 def centre_and_scale(features: Floats) -> tuple[Floats, Floats]:
@@ -277,6 +281,7 @@ def fit_scaler(
     if not used.any():
         raise InputError(f"Expected responses with the confidence {source!r} to fit on, but got none.")
     values, targets = table.values[used, 0], table.correct[used]
+    check_both(targets)
     # Of an estimator that is not known here, only the range of the values tells.
     is_probability = may_be_probability(source, known) and bool(((values >= 0.0) & (values <= 1.0)).all())
     if kind == "isotonic":

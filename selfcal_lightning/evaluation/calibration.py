@@ -103,9 +103,9 @@ def _metrics(test: str, side: str, pool: Pool, name: str, *, num_resamples: int)
 
 def _accuracy(test: str, side: str, pool: Pool, *, num_resamples: int) -> dict[str, Any]:
     for entry in pool:
-        if any(sample.correct is None for sample in entry.samples):
+        if None in entry.verdicts:
             raise no_reference(entry.question.id)
-    shares = np.array([[sum(bool(s.correct) for s in entry.samples) / len(entry.samples) for entry in pool]])
+    shares = np.array([[sum(map(bool, entry.verdicts)) / len(entry.samples) for entry in pool]])
     found = estimate_of((shares @ resample_weights(len(pool), num_resamples=num_resamples))[0])
     return estimate_keys(f"own.{test}.{SHORT_NAMES[PASS_AT_1]}.{side}", found)
 

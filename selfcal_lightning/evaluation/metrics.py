@@ -55,7 +55,7 @@ def scored_responses(pool: Sequence[QuestionSamples], *, name: str = P_TRUE) -> 
     is_there = ~np.isnan(confidence)
     if not is_there.any():
         raise InputError(f"Expected responses with the confidence {name!r}, but got none. {how_to_get(name)}")
-    verdicts = (sample.correct for entry in pool for sample in entry.samples)
+    verdicts = (verdict for entry in pool for verdict in entry.verdicts)
     correct = np.fromiter((-1 if verdict is None else verdict for verdict in verdicts), dtype=np.int8)[is_there]
     ids = np.asarray([entry.question.id for entry in pool])
     questions = np.repeat(ids, [len(entry.samples) for entry in pool])[is_there]
@@ -66,7 +66,7 @@ def scored_responses(pool: Sequence[QuestionSamples], *, name: str = P_TRUE) -> 
 
 def judged_responses(pool: Sequence[QuestionSamples]) -> ScoredResponses:
     """Return the verdict of every response, also of those without a confidence, for accuracies."""
-    rows = [(entry.question.id, sample.correct) for entry in pool for sample in entry.samples]
+    rows = [(entry.question.id, verdict) for entry in pool for verdict in entry.verdicts]
     if unknown := [name for name, verdict in rows if verdict is None]:
         raise no_reference(unknown[0])
     ids, correct = (np.asarray(column) for column in zip(*rows, strict=True))

@@ -219,9 +219,7 @@ def calibration_pool(
 def ready_entries(
     strategy: Strategy, pool: Sequence[QuestionSamples], scorers: Sequence[FittedScorer]
 ) -> tuple[QuestionSamples, ...]:
-    # What cannot be read, such as a failed request, has no verdict and is wrong where there is a reference.
-    unjudged = [(entry.question, s) for entry in pool for s in entry.samples if s.correct is None]
-    unknown = next((q.id for q, s in unjudged if s.answer is not None or q.reference is None), None)
+    unknown = next((entry.question.id for entry in pool if None in entry.verdicts), None)
     if unknown is not None:
         raise InputError(f"Expected every calibration question to have a reference answer, but {unknown!r} has none.")
     shortest = min(pool, key=lambda entry: len(entry.samples))

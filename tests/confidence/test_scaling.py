@@ -174,6 +174,9 @@ def test_unreadable_counts_as_wrong_and_missing_is_left_out() -> None:
     # Of the four responses with P(True) .5, two are right; the unreadable one is not.
     assert scaler.map == IsotonicMap((0.5,), (0.5,))
     assert (scaler.fitted_on.num_responses, scaler.fitted_on.num_left_out) == (4, 1)
+    failed = replace(pool[1].samples[0], answer=None, correct=None, yes_mass=None, no_mass=None, confidences={})
+    known = replace(pool[1], samples=(*pool[1].samples, failed))
+    assert fit_scaler([pool[0], known], "isotonic").map == scaler.map
 
 
 @pytest.mark.parametrize(
@@ -187,6 +190,7 @@ def test_unreadable_counts_as_wrong_and_missing_is_left_out() -> None:
         ({"pool": []}, "at least one response"),
         ({"pool": [make_entry([None], [None])]}, "'p_true' to fit on, but got none"),
         ({"pool": [make_entry([None], [None])], "kind": "temperature"}, "'p_true' to fit on, but got none"),
+        *(({"pool": [make_entry(["a"] * 2, [0.5, 0.9])], "kind": kind}, "but all 2 are 1") for kind in SCALER_KINDS),
     ],
 )
 def test_what_cannot_be_fitted_says_why(options: dict[str, Any], message: str) -> None:

@@ -131,6 +131,20 @@ def test_view_shows_the_numbers_of_an_evaluation(tmp_path: Path) -> None:
     assert [(row["system"], row["ece"][0]) for row in numbers] == sides
 
 
+@pytest.mark.parametrize("confidence", [{"p_true": 0.5}, {}])
+def test_a_failed_request_is_a_wrong_response_and_no_missing_reference(
+    tmp_path: Path, confidence: dict[str, float]
+) -> None:
+    responses = [{"text": text, "confidence": confidence} for text in "545"]
+    failed = {"text": "", "answer": None, "correct": None}
+    pool = write_number_pool(tmp_path / "pool.jsonl", {"a": [*responses, failed], "b": responses}, reference="4")
+    options = {"output_dir": str(tmp_path / "out"), "strategies": [], "num_resamples": 5}
+    found = run_evaluate(pools={"samples": str(pool)}, **options)
+    assert found["own.test.pass_at_1.samples"] == pytest.approx((1 / 4 + 1 / 3) / 2)
+    page = run_view(str(pool), output=str(tmp_path / "view.html"))
+    assert packed(Path(page).read_text(), "index")["numbers"]
+
+
 def test_the_report_of_a_training_says_whose_confidences_it_shows(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -128,12 +128,10 @@ class RolloutSource:
         check_marker(chat.tokenizer, self.steps)
         store = SampleStore(self.samples_dir, num_samples=self.responses)
         for entry in islice(store.samples(split=self.split), self.limit):
-            labelled = any(sample.correct is not None for sample in entry.samples)
-            for sample in entry.samples:
+            for sample, verdict in zip(entry.samples, entry.verdicts, strict=True):
                 ids = chat.response_ids(sample.text) if sample.token_ids is None else tuple(sample.token_ids)
                 ends = tuple(token_step_ends(chat.tokenizer, ids, self.steps))
-                unreadable = labelled and sample.correct is None and sample.answer is None
-                yield StepsOfResponse(entry.question, ids, ends, False if unreadable else sample.correct)
+                yield StepsOfResponse(entry.question, ids, ends, verdict)
 
     def _of(self, one: StepsOfResponse) -> Iterator[Prefix]:
         inner = len(one.ends) - 1

@@ -28,6 +28,8 @@ class FirstTwice:
         votes: Counter[str] = Counter()
         while len(seen) < self.max_samples and max(votes.values(), default=0) < 2:
             drawn = yield Ask(1)
+            if not drawn:  # a recorded question has no more
+                break
             seen += drawn
             votes.update(sample.answer for sample in drawn if sample.answer is not None)
         answer = votes.most_common(1)[0][0] if votes else None

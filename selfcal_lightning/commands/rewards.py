@@ -130,7 +130,7 @@ def run_rollout(
                 f"{num_rollouts}. Set `extend` to draw the others, use another `store_dir`, or ask for fewer."
             )
     chat = settings.chat()
-    wanted = source.read(chat, longest=settings.sampling.max_new_tokens)
+    wanted = source.read(chat, longest=settings.sampling.max_new_tokens, tell=True)
     if (export is not None or export_trl is not None) and all(one.question.reference is None for one in wanted):
         option = "export_trl" if export is None else "export"
         raise InputError(f"`{option}` needs reference answers, but no question in {samples_dir} has one. Leave it out.")

@@ -348,12 +348,17 @@ def test_rollouts_of_another_policy_teach_and_scale_nothing(
         )  # fmt: skip
 
 
-def test_a_prefix_that_fills_a_response_has_no_rollouts(sampled: SampleStore, chat: ChatFormat) -> None:
+def test_a_prefix_that_fills_a_response_has_no_rollouts(
+    sampled: SampleStore, chat: ChatFormat, capsys: pytest.CaptureFixture[str]
+) -> None:
     source = RolloutSource(str(sampled.path), "calibration", None, 3, None, "sentence")
-    lengths = sorted({len(prefix.prefix_ids) for prefix in source.read(chat, longest=200)})
+    whole = source.read(chat, longest=200, tell=True)
+    assert "left out" not in capsys.readouterr().err
+    lengths = sorted({len(prefix.prefix_ids) for prefix in whole})
     for longest in lengths[1:]:
-        kept = {len(prefix.prefix_ids) for prefix in source.read(chat, longest=longest)}
-        assert kept == {length for length in lengths if length < longest}
+        found = source.read(chat, longest=longest, tell=True)
+        assert {len(one.prefix_ids) for one in found} == {length for length in lengths if length < longest}
+        assert f"{len(whole) - len(found)} prefixes are left out" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 from support.driver_fakes import CHAT, HalfSure, Wandering, live, outcome, recorded
 from support.fakes import FakeEngine, fake_questions
+from support.house import ROOT
 from support.number_pools import write_number_pool
 from support.strategy_pools import make_entry
 
@@ -35,9 +37,18 @@ MOST_ON_MODEL = 5
 OnModel = tuple[Callable[[int], EngineSource], list[QuestionSamples]]
 
 
-def test_a_question_without_samples_ends_with_no_answer() -> None:
-    verdict = replay(SelfConsistency(max_samples=4), make_entry([], []))
-    assert (verdict.answer, verdict.samples_used) == (None, 0)
+@pytest.mark.parametrize("answers", [[], [None]])
+def test_a_question_without_further_samples_ends_with_no_answer(
+    answers: list[None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = (ROOT / "docs" / "development" / "adding_a_strategy.md").read_text()
+    (tmp_path / "documented.py").write_text(page.split("```python\n")[1].split("```")[0])
+    for folder in (tmp_path, ROOT / "examples"):
+        monkeypatch.syspath_prepend(folder)
+    documented, example = importlib.import_module("documented"), importlib.import_module("your_strategy")
+    for strategy in (SelfConsistency(max_samples=4), documented.FirstReadable(), example.FirstTwice()):
+        verdict = replay(strategy, make_entry(answers, [None] * len(answers)))
+        assert (verdict.answer, verdict.samples_used) == (None, len(answers))
     assert run_strategy(SelfConsistency(), [], live(FakeEngine())) == []
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from selfcal_lightning.core.errors import InputError, check_at_least
+from selfcal_lightning.core.progress import say
 from selfcal_lightning.data.step_settings import Steps, check_steps
 from selfcal_lightning.data.steps import Rate, check_marker, prefix_after, prefix_id, token_step_ends
 from selfcal_lightning.data.store.sample_store import SampleStore
@@ -62,8 +63,9 @@ class RolloutSource:
     steps: Steps
     at: tuple[int, ...] | None = None
 
-    def read(self, chat: ChatFormat, *, longest: int) -> list[Prefix]:
+    def read(self, chat: ChatFormat, *, longest: int, tell: bool = False) -> list[Prefix]:
         found: dict[str, Prefix] = {}
+        too_long: set[str] = set()
         response: StepsOfResponse | None = None
         most_steps, shortest = 0, None
         for response in self._responses(chat):
@@ -73,6 +75,8 @@ class RolloutSource:
                 shortest = min(length, shortest or length)
                 if length < longest:
                     found.setdefault(prefix.question.id, prefix)
+                else:
+                    too_long.add(prefix.question.id)
         if response is None:
             raise InputError(
                 f"Expected `samples_dir` to hold responses of the split {self.split!r}, but got none in "
@@ -93,6 +97,8 @@ class RolloutSource:
                 f"Expected responses of more than one step in {self.samples_dir}, but got none by the rule "
                 f"{self.steps!r}. Name another `steps`: sentence, line, blank_line, heading or marker:TEXT."
             )
+        if tell and too_long:
+            say(f"{len(too_long):,} prefixes are left out: they fill `sampling.max_new_tokens`, {longest}.")
         return list(found.values())
 
     def labelled(

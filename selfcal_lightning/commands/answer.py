@@ -151,7 +151,6 @@ def answer_questions(
     model: str, asked: Sequence[Question], settings: AnswerSettings, *, on_answer: Callable[[answering.Answer], None]
 ) -> list[answering.Answer]:
     options = settings.engine
-    scorers = [settings.scorers] if isinstance(settings.scorers, str) else settings.scorers
     prompt, note = choices.choose_prompt(model, options.adapter, settings.prompt)
     if note is not None:
         say(note)
@@ -159,7 +158,7 @@ def answer_questions(
     taught = choices.CalibratedDefaults.of(model, options.adapter)
     sampling = taught.sampling_for(settings.sampling)
     check_can_draw(options, sampling)
-    known, fitted = choices.load_fitted_files(scorers, settings.threshold_file)
+    known, fitted = choices.load_fitted_files(settings.scorers, settings.threshold_file)
     probe = None if settings.probe is None else load_live_probe(settings.probe, model, settings.query, options)
     if probe is not None and fitted is not None:
         raise InputError(PROBE_AND_THRESHOLD)

@@ -70,7 +70,7 @@ def run_evaluate(
     calibration_share: float | None = None,
     strategies: list[str] | None = None,
     confidences: list[str] | None = None,
-    scorers: list[str] | None = None,
+    scorers: list[str] | str | None = None,
     fitted_thresholds: list[str] | None = None,
     fusion_target: FusionTarget = "label",
     protocol: Literal["strict", "paper"] = "strict",

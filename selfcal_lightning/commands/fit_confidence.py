@@ -51,7 +51,7 @@ def run_fit_confidence(
     target: fusion.FusionTarget = "label",
     source: str = P_TRUE,
     name: str | None = None,
-    scorers: list[str] = [],  # noqa: B006
+    scorers: list[str] | str = [],  # noqa: B006
     use_all: bool = False,
     l2: float = 1.0,
     allow_pool_features: bool = False,
@@ -238,7 +238,7 @@ def run_fit_threshold(
     procedure: Procedure = "fixed_sequence",
     split: str | None = "calibration",
     task: str | None = None,
-    scorers: list[str] = [],  # noqa: B006
+    scorers: list[str] | str = [],  # noqa: B006
     grid: list[float] | None = None,
     use_all: bool = False,
     num_reshuffles: int = NUM_RESHUFFLES,
@@ -277,6 +277,10 @@ def run_fit_threshold(
     """
     if sum(value is not None for value in (budget, accuracy, risk)) != 1:
         raise InputError("Expected exactly one of `budget`, `accuracy` and `risk`, but got none or several.")
+    of_risk = {"delta": delta != 0.1, "procedure": procedure != "fixed_sequence"}
+    unread = [f"`{option}`" for option, is_given in of_risk.items() if is_given and risk is None]
+    if unread:
+        raise InputError(f"{unread[0]} is for a `risk` alone, which is guaranteed; a budget or an accuracy is not.")
     check_can_answer(strategy)
     check_fitted_target(output, KIND)
     known = fusion.load_scorers(scorers)

@@ -239,9 +239,9 @@ def load_scorer(path: str | Path, kinds: Sequence[str] = (*SCALER_KINDS, KIND)) 
         raise InputError(f"Expected {path} to hold a whole {kind}, but got {reason}. Fit it again.") from error
 
 
-def load_scorers(paths: Sequence[str | Path]) -> list[FittedScorer]:
-    """Read several scorers; each may use the confidences of those before it."""
-    scorers = [load_scorer(path) for path in paths]
+def load_scorers(paths: Sequence[str | Path] | str) -> list[FittedScorer]:
+    """Read a scorer or several; each may use the confidences of those before it."""
+    scorers = [load_scorer(path) for path in ([paths] if isinstance(paths, str) else paths)]
     names = [scorer.name for scorer in scorers]
     if len(set(names)) < len(names):
         raise InputError(f"Expected fitted confidences of different names, but got {names}.")

@@ -59,8 +59,7 @@ def choose_strategy(
 def load_fitted_files(
     scorers: Sequence[str] | str, threshold_file: str | None
 ) -> tuple[list[FittedScorer], FittedThreshold | None]:
-    paths = [scorers] if isinstance(scorers, str) else list(scorers)
-    return load_scorers(paths), None if threshold_file is None else FittedThreshold.load(threshold_file)
+    return load_scorers(scorers), None if threshold_file is None else FittedThreshold.load(threshold_file)
 
 
 def check_sampled_alike(fitted: FittedThreshold, fingerprint: StoreFingerprint) -> None:

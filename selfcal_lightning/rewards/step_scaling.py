@@ -114,6 +114,7 @@ def fit_step_map(kind: ScalerKind, rows: StepRows) -> ScalerMap:
     if not len(rows.score):
         left_out = f"{rows.num_left_out} responses lack steps, scores or labels"
         raise InputError(f"Expected steps with a score and a target, but got none: {left_out}.")
+    scaling.check_both(rows.target)
     if kind == "isotonic":
         return scaling.IsotonicMap.fit(rows.score, rows.target)
     if kind == "temperature":

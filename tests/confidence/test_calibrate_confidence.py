@@ -95,7 +95,7 @@ def test_a_fusion_may_read_a_scaled_part(pool: str, tmp_path: Path) -> None:
     assert not scaler.with_suffix(".png").exists()
     features = '["logit:p_true_platt", "sequence_logprob", "num_tokens"]'
     arguments = ["fit-confidence", "--pool", pool, "--output", str(fused), "--features", features, "--target", "ssc"]
-    assert run([*arguments, "--scorers", json.dumps([str(scaler)]), "--use_all", "true"]) == 0
+    assert run([*arguments, "--scorers", str(scaler), "--use_all", "true"]) == 0
     fusion = load_scorer(fused)
     assert isinstance(fusion, Fusion)
     assert fusion.requires == ("p_true_platt", "sequence_logprob")
@@ -112,6 +112,8 @@ def test_a_fusion_may_read_a_scaled_part(pool: str, tmp_path: Path) -> None:
         (["fit-threshold"], "exactly one of `budget`, `accuracy` and `risk`"),
         (["fit-threshold", "--budget", "3", "--confidence", "verbalized"], "--estimator verbalized"),
         (["fit-threshold", "--risk", "0"], "`risk` to lie in (0, 1)"),
+        (["fit-threshold", "--budget", "3", "--delta", "0.2"], "`delta` is for a `risk` alone"),
+        (["fit-threshold", "--accuracy", "0.1", "--procedure", "bonferroni"], "`procedure` is for a `risk` alone"),
         (["fit-threshold", "--budget", "3", "--strategy", "early_stoping"], "Did you mean 'early_stopping'"),
         (["fit-threshold", "--budget", "3", "--split", "test"], "but got none"),
         (["fit-confidence", "--features", "[self_certainty]"], "--estimator self_certainty"),

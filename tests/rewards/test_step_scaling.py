@@ -14,6 +14,7 @@ from support.ssc_pools import Pool
 from selfcal_lightning.cli import run
 from selfcal_lightning.commands.fit_step_scaler import run_fit_step_scaler
 from selfcal_lightning.commands.score import run_score
+from selfcal_lightning.confidence.scaling import SCALER_KINDS
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.core.files import sealed
 from selfcal_lightning.data.step_settings import RewardSettings
@@ -63,6 +64,9 @@ def test_every_step_of_a_response_has_its_target() -> None:
     upside = rows._replace(target=1.0 - np.linspace(0.0, 1.0, 4))
     with pytest.raises(InputError, match="scores that rise with the targets, but got a slope of -"):
         fit_step_map("platt", upside)
+    for kind in SCALER_KINDS:
+        with pytest.raises(InputError, match="right and wrong responses to fit on, but all 4 are 1"):
+            fit_step_map(kind, rows._replace(target=np.ones(4)))
 
 
 @pytest.mark.parametrize("kind", ["temperature", "platt", "isotonic"])

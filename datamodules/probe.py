@@ -79,11 +79,9 @@ class EpochOrder(Sampler[list[int]]):
         return -(-self.size // self.batch_size)
 
     def __iter__(self) -> Iterator[list[int]]:
-        epoch, start = 0, 0
-        if self.trainer is not None:
-            epoch, start = epoch_position(self.trainer, limited_batches(len(self), self.trainer.limit_train_batches))
+        epoch, start = (0, 0) if self.trainer is None else epoch_position(self.trainer)
         order = np.random.default_rng([self.seed, epoch]).permutation(self.size).tolist()
-        for place in range(start, len(self)):
+        for place in range(len(self) if start is None else start, len(self)):
             yield order[place * self.batch_size : (place + 1) * self.batch_size]
 
 

@@ -210,16 +210,14 @@ class MicroBatch:
     generation_total: float
 
 
-def epoch_position(trainer: Trainer, batches_per_epoch: int) -> tuple[int, int]:
-    """Return (epoch, its consumed batches) of the place where training continues."""
+def epoch_position(trainer: Trainer) -> tuple[int, int | None]:
+    """Return (epoch, its consumed batches) of the place where training continues; None where that epoch is over."""
     loop = trainer.fit_loop
     counted: Any = loop.epoch_progress.current
-    batches = loop.epoch_loop.batch_progress
-    epoch, consumed = counted.processed, batches.current.ready
-    if counted.ready == epoch:
-        # With `max_steps`, Lightning runs and counts an epoch without batches after a checkpoint of an epoch's end.
-        epoch -= batches.total.completed - consumed == (epoch - 1) * batches_per_epoch
-    return epoch, consumed
+    consumed = loop.epoch_loop.batch_progress.current.ready
+    # With `max_steps`, Lightning ends an epoch once more, or runs and counts one without batches, after a checkpoint of
+    # its end: `processed` is one more then.
+    return counted.completed, None if consumed and counted.processed > counted.completed else consumed
 
 
 def limited_batches(num_batches: int, limit: float) -> int:
@@ -286,7 +284,7 @@ class OptimizerStepSampler:
     world_size: int
     rank: int
     limit: int  # micro-batches of an epoch that the trainer runs
-    position: Callable[[], tuple[int, int]]  # epoch, and micro-batches of it that have been consumed
+    position: Callable[[], tuple[int, int | None]]  # epoch, and its consumed micro-batches: see ``epoch_position``
 
     def __len__(self) -> int:
         return self.num_steps * self.accumulate
@@ -294,7 +292,7 @@ class OptimizerStepSampler:
     def __iter__(self) -> Iterator[MicroBatch]:
         """Yield the rest of the current epoch; the position is read with the first batch."""
         epoch, start = self.position()
-        if start < self.limit:
+        if start is not None and start < self.limit:
             yield from self.micro_batches(epoch, start)
 
     def micro_batches(self, epoch: int, start: int = 0) -> Iterator[MicroBatch]:

@@ -412,8 +412,8 @@ class StoredDataModule(LightningDataModule, ABC):
             "rows": table.digest(),
         }
 
-        def position() -> tuple[int, int]:
-            epoch, start = (0, 0) if trainer is None else sampler.epoch_position(trainer, limit)
+        def position() -> tuple[int, int | None]:
+            epoch, start = (0, 0) if trainer is None else sampler.epoch_position(trainer)
             if start:
                 self._check_order()
             return epoch, start

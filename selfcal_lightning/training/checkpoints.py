@@ -174,6 +174,16 @@ def check_training_state(checkpoint: dict[str, Any]) -> None:
         )
 
 
+def end_with_whole_step(checkpoint: Mapping[str, Any], *, batches: float, accumulate: int) -> None:
+    """Let a run that resumes inside an optimiser step take all of it: no checkpoint holds accumulated gradients."""
+    progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+    done = progress["current"]["processed"]
+    if done < batches:
+        for counts in (progress["current"], progress["total"]):
+            whole = counts["processed"] - done % accumulate
+            counts.update(dict.fromkeys(counts, whole) if done % accumulate else {})
+
+
 def _refusal(path: Path, problem: str) -> InputError:
     return InputError(f"Not a checkpoint that `selfcal fit` wrote: {path} {problem}.{_way(path)}")
 

@@ -113,6 +113,8 @@ class TrainedModule(LightningModule):
         checkpoint[IDENTITY_KEY], checkpoint[CLASS_KEY] = dict(self.identity), class_path(type(self))
         if (trainer := trainer_of(self)) is not None:
             checkpoint[RANDOM_KEY] = checkpoints.gather_random_states(trainer.strategy.root_device)
+            batches, accumulate = trainer.num_training_batches, trainer.accumulate_grad_batches
+            checkpoints.end_with_whole_step(checkpoint, batches=batches, accumulate=accumulate)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Refuse another base model or other parameters, and to resume with other settings. Any class may load it."""

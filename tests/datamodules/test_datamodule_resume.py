@@ -10,14 +10,19 @@ from typing import Any
 import numpy as np
 import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
+from support.module_batches import largest_difference, trained_state
 from support.processes import run_processes
 from support.ssc_pools import Pool, Recorder, fit, random_samples
+from torch import Tensor
 
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.datamodules.questions import QuestionSource
 from selfcal_lightning.datamodules.ssc.stored_rows import pool_rounds, read_rounds
 from selfcal_lightning.datamodules.ssc.tuples import TargetRecipe, build_table
+from selfcal_lightning.models.lora import LoraSettings
 from selfcal_lightning.records import Question
+from selfcal_lightning.training.batches import SSCBatch
+from selfcal_lightning.training.self_calibration import SelfCalibrationModule
 
 SHALLOW = True
 
@@ -75,19 +80,61 @@ def test_epochs_ends_and_runs_counted_in_steps(
         assert len(unbroken) == 22
 
 
+@pytest.mark.parametrize("length", [{"max_epochs": 3}, {"max_epochs": -1, "max_steps": 33}])
+@pytest.mark.parametrize("validated", [0, 1])
 @pytest.mark.parametrize(("before", "after"), [((2, 2), (4, 1)), ((4, 1), (2, 2))])
 def test_other_micro_batches_take_the_steps_of_the_next_epoch(
-    pool: Pool, store_dir: str, tmp_path: Path, before: tuple[int, int], after: tuple[int, int]
+    pool: Pool,
+    store_dir: str,
+    tmp_path: Path,
+    before: tuple[int, int],
+    after: tuple[int, int],
+    validated: int,
+    length: dict[str, int],
 ) -> None:
     def steps(size: tuple[int, int], **more: Any) -> list[list[int]]:
         """Return the rows of every optimiser step, of micro-batches of ``size``: (rows, accumulated)."""
         data = pool.data(store_dir, batch_size=size[0], total_tuples=44)
-        seen = fit(data, accumulate_grad_batches=size[1], limit_val_batches=0, max_epochs=3, **more).seen
+        seen = fit(data, accumulate_grad_batches=size[1], limit_val_batches=validated, **length, **more).seen
         return [sorted(row for step, _, rows, *_ in seen if step == n for row in rows) for n in range(33)]
 
     unbroken = steps(before, **keeping(tmp_path, "epoch"))
     for epoch, done in ((0, 11), (1, 22)):
         assert steps(after, ckpt_path=str(tmp_path / f"epoch={epoch}.ckpt"))[done:] == unbroken[done:]
+
+
+class TrainedRecorder(SelfCalibrationModule):
+    """Remembers the rows that its adapter was trained on, and saves a checkpoint after every micro-batch."""
+
+    def __init__(self, model: str, folder: Path) -> None:
+        super().__init__(model, lora=LoraSettings(r=4), lr=1e-2)
+        self.folder, self.seen = folder, []
+
+    def training_step(self, batch: SSCBatch, batch_idx: int) -> Tensor:
+        self.seen.append((self.global_step, batch_idx, batch.row.tolist()))
+        return super().training_step(batch, batch_idx)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.trainer.save_checkpoint(self.folder / f"{len(self.seen)}.ckpt")
+
+    def on_validation_end(self) -> None:
+        super().on_validation_end()
+        self.trainer.save_checkpoint(self.folder / f"validated-{len(self.seen)}.ckpt")
+
+
+def test_a_run_stopped_inside_a_step_takes_all_of_it(pool: Pool, store_dir: str, tmp_path: Path) -> None:
+    def run(folder: Path, ckpt_path: str | None = None) -> TrainedRecorder:
+        accumulated = {"accumulate_grad_batches": 3, "val_check_interval": 2, "limit_val_batches": 1}
+        module = TrainedRecorder(pool.model, folder)
+        fit(pool.data(store_dir, total_tuples=10), module=module, ckpt_path=ckpt_path, **accumulated)
+        return module
+
+    unbroken = run(tmp_path)
+    # Inside the first step, between two, and in the second epoch, whose steps begin with the micro-batches 6 and 9.
+    for stop, step in {"1": 0, "validated-2": 0, "3": 1, "validated-4": 1, "7": 2, "validated-8": 2, "11": 3}.items():
+        rest = run(tmp_path / "resumed", str(tmp_path / f"{stop}.ckpt"))
+        assert rest.seen == [entry for entry in unbroken.seen if entry[0] >= step], stop
+        assert largest_difference(trained_state(rest), trained_state(unbroken)) == 0.0, stop
 
 
 def test_changed_rows_or_settings_stop_a_resumed_epoch(pool: Pool, store_dir: str, tmp_path: Path) -> None:

@@ -276,7 +276,7 @@ def test_noise_is_that_of_so_few_responses(store: Path) -> None:
 
 def _trainer(epoch: int, ready: int) -> Any:
     progress = SimpleNamespace(current=SimpleNamespace(ready=ready))
-    epochs = SimpleNamespace(current=SimpleNamespace(ready=epoch + 1, processed=epoch))
+    epochs = SimpleNamespace(current=SimpleNamespace(processed=epoch, completed=epoch))
     loop = SimpleNamespace(epoch_loop=SimpleNamespace(batch_progress=progress), epoch_progress=epochs)
     return SimpleNamespace(fit_loop=loop, limit_train_batches=1.0)
 

@@ -99,6 +99,8 @@ def _put(settings: dict[str, Any], names: list[str], value: Any) -> None:
     if not rest:
         settings[name] = value
         return
+    if isinstance(settings.get(name), list):
+        raise InputError(f"`{name}` is a list, which is replaced as a whole: give all of it, not `{name}.{rest[0]}`.")
     if not isinstance(settings.get(name), dict):
         settings[name] = {}
     _put(settings[name], rest, value)

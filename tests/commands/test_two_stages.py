@@ -26,7 +26,7 @@ from selfcal_lightning.core.errors import RunError
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.models.folders import MANIFEST, config_path, read_invocation_ids, read_manifest, resolve_model
 from selfcal_lightning.records import SamplingSettings
-from selfcal_lightning.training.stages import lay_out, read_stage
+from selfcal_lightning.training.stages import lay_out, override, read_stage
 
 SOURCE = {"task": "word_problems", "split": "train", "limit": 6}
 SMALL: dict[str, Any] = {"num_samples": 4, "batch_size": 4, "train": [SOURCE], "validation": []}
@@ -307,3 +307,8 @@ def test_killed_in_either_stage_the_same_command_goes_on(tmp_path: Path) -> None
     settings = {"sampling": SamplingSettings(max_new_tokens=60), "max_samples": 2}
     (answer,) = run_answer(str(merged), adapter=str(adapter), question=question, **settings)
     assert 1 <= answer.verdict.samples_used <= 2
+
+
+def test_an_option_inside_a_list_does_not_replace_the_list() -> None:
+    with pytest.raises(ValueError, match=r"`callbacks` is a list.* not `callbacks\.monitor`"):
+        override({"trainer": {"callbacks": [{"class_path": "A"}]}}, {"trainer.callbacks.monitor": "val/loss"})

@@ -52,8 +52,8 @@ def lay_out(settings: Mapping[str, Any], folder: Path, *, base_model: str | None
             logger.setdefault("init_args", {})["save_dir"] = str(folder)
     _settle(trainer, GENERATION, {})
     _settle(trainer, EXPORT, {"output_dir": str(folder / ADAPTER)})
-    own = {"dirpath": str(folder / "checkpoints")}
-    _settle(trainer, CHECKPOINTS, own, otherwise={"every_n_train_steps": EVERY_STEPS, "save_last": True})
+    own = {"dirpath": str(folder / "checkpoints"), "save_last": True}  # `ckpt_path: last` finds no other
+    _settle(trainer, CHECKPOINTS, own, otherwise={"every_n_train_steps": EVERY_STEPS})
     laid["data"]["init_args"]["store_dir"] = str(folder / SAMPLES)
     if base_model is not None:
         laid["model"]["init_args"] |= {"base_model": base_model, "revision": None}

@@ -210,7 +210,7 @@ def test_what_a_stage_writes_lies_in_its_folder(tmp_path: Path) -> None:
     laid = lay_out(settings, tmp_path, base_model="other")
     by_name = {one["class_path"].rpartition(".")[2]: one.get("init_args") for one in laid["trainer"]["callbacks"]}
     assert by_name == {
-        "ModelCheckpoint": {"dirpath": str(tmp_path / "checkpoints"), "every_n_train_steps": 7},
+        "ModelCheckpoint": {"dirpath": str(tmp_path / "checkpoints"), "save_last": True, "every_n_train_steps": 7},
         "AdapterExport": {"output_dir": str(tmp_path / "adapter")},
         "SSCGeneration": {},
         "RichProgressBar": None,

@@ -24,7 +24,7 @@ from selfcal_lightning.confidence.token_ids import entry_ids, steps_of
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.data.step_settings import Steps
 from selfcal_lightning.data.steps import Span
-from selfcal_lightning.engines.transformers.prompt_states import watch_levels
+from selfcal_lightning.engines.transformers.prompt_states import decoder_of, watch_levels
 from selfcal_lightning.models.causal_lm import forward_arguments, logits_at, without_cudnn
 from selfcal_lightning.models.packing import PrefixTree, packs_rightly, prefer_segments, shared_prefix_problem
 from selfcal_lightning.records import QuestionSamples
@@ -178,23 +178,22 @@ class TokenReader:
         query's last token, where P(True) is read.
         """
         query = self.chat.query.suffix_ids
-        # One token more, since the states are those that predict a token.
-        keys = self._keys(pool, suffix=(*query, query[-1]))
-        keys = [[None if key is None or len(key[1]) == len(query) + 1 else key for key in row] for row in keys]
-        found = self._pass_over({key for row in keys for key in row if key is not None}, self._two_states)
-        return [[None if key is None else found[key] for key in row] for row in keys]
+        suffix = (*query, query[-1])  # one token more, since the states are those that predict a token
+        keys = self._keys(pool, further=len(suffix))
+        asked = {key: (key[0], key[1] + suffix) for row in keys for key in row if key is not None and key[1]}
+        found = self._pass_over(set(asked.values()), self._two_states)
+        return [[found[asked[key]] if key in asked else None for key in row] for row in keys]
 
-    def _keys(self, pool: Sequence[QuestionSamples], *, suffix: tuple[int, ...] = ()) -> list[list[Key | None]]:
-        """Return prompt and response + ``suffix`` of every sample; None without a response, or if it is too long."""
-        room = (math.inf if self.max_context is None else self.max_context) - len(suffix)
+    def _keys(self, pool: Sequence[QuestionSamples], *, further: int = 0) -> list[list[Key | None]]:
+        """Return the keys of all samples; None without a response, or if ``further`` tokens would make it too long."""
+        room = (math.inf if self.max_context is None else self.max_context) - further
         return [
             [
-                None if row is None or len(row.prompt) + len(row.response) > room
-                else (row.prompt, row.response + suffix)
+                None if row is None or len(row.prompt) + len(row.response) > room else (row.prompt, row.response)
                 for row in entry_ids(entry, self.chat)
             ]
             for entry in pool
-        ]  # fmt: skip
+        ]
 
     def _pass_over(self, keys: Collection[Key], forward: Callable[..., Iterable[T]]) -> dict[Key, T]:
         packs, found = self._packs(keys), dict[Key, T]()
@@ -254,7 +253,7 @@ class TokenReader:
         ids, mask, positions = (tensor.to(self.network.device) for tensor in laid_out[:3])
         arguments = forward_arguments(self.network, ids, mask, trees=laid_out.trees)
         with without_cudnn():
-            hidden = self.network.base_model(**arguments).last_hidden_state
+            hidden = decoder_of(self.network)(**arguments).last_hidden_state
         rows = hidden.flatten(0, 1)[positions].float().cpu().double()
         end = -len(self.chat.query.suffix_ids) - 1
         return [

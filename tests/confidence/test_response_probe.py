@@ -40,9 +40,11 @@ from selfcal_lightning.data.tasks.registry import get_task
 from selfcal_lightning.engines.sampling.sampler import generate_samples
 from selfcal_lightning.engines.settings import EngineOptions
 from selfcal_lightning.engines.transformers.engine import TransformersEngine
+from selfcal_lightning.engines.transformers.model import load_network
 from selfcal_lightning.inference.stopping import EarlyStopping
 from selfcal_lightning.inference.thresholds import fit_goal_threshold
 from selfcal_lightning.models.chat_format import DEFAULT_QUERY
+from selfcal_lightning.models.lora import LoraSettings, attach_lora, save_adapter
 from selfcal_lightning.records import Message, Question, QuestionSamples, Sample
 
 NUM_QUESTIONS = {"train": 8, "test_id": 3}
@@ -169,6 +171,25 @@ def test_the_states_are_the_mean_before_each_token_and_the_query_s_after_the_las
                 last = network(whole, output_hidden_states=True).hidden_states[-1][0]
                 expected = torch.stack([last[len(entry.prompt_ids) - 1 : len(ids) - 1].mean(0), last[-1]])
                 assert state == pytest.approx(expected.numpy(), abs=1e-4)
+
+
+@pytest.mark.parametrize("activated", [True, False])
+def test_an_adapter_changes_the_states_unless_it_is_activated(
+    activated: bool, tiny_model: str, tokens: TokenReader, two_splits: Path, tmp_path: Path
+) -> None:
+    chat, pool = tokens.chat, list(SampleStore(two_splits).samples(split="test_id"))[:2]
+    network = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    trained = attach_lora(network, LoraSettings(r=4, activated=activated))
+    for name, parameter in trained.named_parameters():
+        if "lora_B" in name:
+            parameter.data += 0.1
+    save_adapter(trained, tmp_path, invocation_ids=chat.query.suffix_ids if activated else None)
+    options: dict[str, Any] = {"revision": None, "dtype": "bfloat16", "device": "cpu"}
+    base, adapted = (
+        np.array(read_states(TokenReader(load_network(tiny_model, adapter=adapter, **options), chat), pool))
+        for adapter in (None, str(tmp_path))
+    )
+    assert np.array_equal(base, adapted) == activated
 
 
 def test_states_that_were_read_before_a_stop_are_not_read_again(

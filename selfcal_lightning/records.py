@@ -128,6 +128,11 @@ class Question:
     text: str = ""
 
 
+def is_one_question(texts: Sequence[str], references: Sequence[str | None]) -> bool:
+    """Whether two questions of one id are one: files number theirs alike, so that an id alone says little."""
+    return texts[0] == texts[1] or (references[0] is not None and references[0] == references[1])
+
+
 @dataclass(frozen=True)
 class SamplingSettings:
     """How responses are drawn.

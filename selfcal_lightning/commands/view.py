@@ -17,7 +17,7 @@ from selfcal_lightning.evaluation.calibration import own_confidence, pool_keys
 from selfcal_lightning.evaluation.metrics import SIDES, verdict
 from selfcal_lightning.evaluation.page import REPORT, TokenColours, compare_pages, write_page
 from selfcal_lightning.inference.choices import DEFAULT_THRESHOLD
-from selfcal_lightning.records import QuestionSamples
+from selfcal_lightning.records import QuestionSamples, is_one_question
 
 
 def run_view(
@@ -166,12 +166,8 @@ def _shared(test: str, pools: Mapping[str, RecordedPool]) -> dict[str, RecordedP
     asked = [{entry.question.id: entry.question for entry in pool.entries} for pool in pools.values()]
     first, last = asked[0], asked[-1]
 
-    def is_one(name: str) -> bool:
-        """Whether both ask it: files number their questions alike, so that an id alone says little."""
-        one, two = first[name], last[name]
-        return one.text == two.text or (one.reference is not None and one.reference == two.reference)
-
-    shared = set(filter(is_one, first.keys() & last.keys()))
+    both = [(first[name], last[name]) for name in first.keys() & last.keys()]
+    shared = {a.id for a, b in both if is_one_question((a.text, b.text), (a.reference, b.reference))}
     if not shared:
         raise InputError(f"The two hold no question of {test!r} in common.")
     if alone := len(first.keys() | last.keys()) - len(shared):

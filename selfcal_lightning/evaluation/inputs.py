@@ -31,7 +31,7 @@ from selfcal_lightning.evaluation.metrics import SIDES
 from selfcal_lightning.metrics.discrimination import auroc
 from selfcal_lightning.models.chat_format import DEFAULT_QUERY, Prompt
 from selfcal_lightning.models.folders import read_invocation_ids, read_manifest, resolve_model, weights_sha256
-from selfcal_lightning.records import Sample, SamplingSettings, question_hash
+from selfcal_lightning.records import Sample, SamplingSettings, is_one_question, question_hash
 
 MODEL_SIDE, CALIBRATION = "model", "calibration"
 
@@ -375,13 +375,13 @@ def _same_questions(test: str, pools: Mapping[str, RecordedPool]) -> dict[str, R
                 f"only one of {sides[0]!r} and {side!r} has, such as {unshared[0]!r}, which {lacks!r} lacks."
             )
         entries = sorted(pool.entries, key=lambda entry: order[entry.question.id])
-        asked = [(one.question, entry.question) for one, entry in zip(pools[sides[0]].entries, entries, strict=True)]
-        others = [two.id for one, two in asked if one.text != two.text and one.reference != two.reference]
-        if others:
+        both = [(one.question, entry.question) for one, entry in zip(pools[sides[0]].entries, entries, strict=True)]
+        same = [is_one_question((a.text, b.text), (a.reference, b.reference)) for a, b in both]
+        if not all(same):
             say(
-                f"{test}: {len(others):,} of {len(asked):,} questions, such as {others[0]!r}, have another text and "
-                f"another reference on {side!r} than on {sides[0]!r}. Different questions cannot be compared: give "
-                "each an id of its own."
+                f"{test}: {same.count(False):,} of {len(both):,} questions, such as {both[same.index(False)][0].id!r}, "
+                f"share neither text nor reference between {side!r} and {sides[0]!r}. Different questions cannot be "
+                "compared: give each an id of its own."
             )
         aligned[side] = replace(pool, entries=tuple(entries))
     return aligned

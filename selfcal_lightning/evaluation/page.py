@@ -19,7 +19,7 @@ from selfcal_lightning.core.files import open_atomically
 from selfcal_lightning.data.pools.recorded import RecordedPool
 from selfcal_lightning.evaluation.metrics import SIDES, shared_probabilities
 from selfcal_lightning.inference.choices import DEFAULT_THRESHOLD
-from selfcal_lightning.records import QuestionSamples
+from selfcal_lightning.records import QuestionSamples, is_one_question
 
 REPORT = "report.html"
 MARK = "<!-- selfcal report -->"
@@ -96,9 +96,8 @@ def compare_pages(path: Path, reports: Mapping[str, Path], *, title: str) -> tup
     ]
 
     def is_one(key: tuple[str, str]) -> bool:
-        """Whether both ask it: files number their questions alike, so that an id alone says little."""
-        first, second = (index["questions"][found[key]] for (index, _), found in zip(pages, places, strict=True))
-        return bool(first["q"] == second["q"] or (first["r"] is not None and first["r"] == second["r"]))
+        both = [index["questions"][found[key]] for (index, _), found in zip(pages, places, strict=True)]
+        return is_one_question([row["q"] for row in both], [row["r"] for row in both])
 
     shared = [key for key in places[0] if key in places[1] and is_one(key)]
     if not shared:

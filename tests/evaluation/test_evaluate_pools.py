@@ -107,7 +107,7 @@ def test_other_questions_under_the_same_ids_are_said(tmp_path: Path, capsys: pyt
     for pool, number in ((same, None), (other, 2)):
         pools = {"base": str(base), "after": str(pool)}
         run_evaluate(pools=pools, output_dir=str(tmp_path / "out"), strategies=[], num_resamples=5)
-        said = f"{number} of 2 questions, such as 'a', have another text and another reference on 'after'"
+        said = f"{number} of 2 questions, such as 'a', share neither text nor reference between 'after'"
         assert (said in " ".join(capsys.readouterr().err.split())) == (number is not None)
 
 

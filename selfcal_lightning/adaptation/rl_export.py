@@ -217,8 +217,7 @@ def export_rl(
 
 
 def _manifest_of(folder: Path) -> dict[str, Any]:
-    file = folder / MANIFEST_FILE
-    return (json_object_or_none(file) or {}) if file.is_file() else {}
+    return json_object_or_none(folder / MANIFEST_FILE) or {}
 
 
 def _rows_files(rows: Sequence[TrainingRow], format: Format, selection: Selection) -> dict[str, bytes]:

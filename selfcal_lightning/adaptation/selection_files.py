@@ -141,8 +141,7 @@ def check_selection_target(output: str | Path, *, store_dir: str) -> None:
 
 
 def is_selection(folder: Path) -> bool:
-    file = folder / MANIFEST_FILE
-    return file.is_file() and (json_object_or_none(file) or {}).get("kind") == KIND
+    return (json_object_or_none(folder / MANIFEST_FILE) or {}).get("kind") == KIND
 
 
 def write_selection(output: str | Path, selected: Selected, source: Source, settings: SelectionSettings) -> Selection:

@@ -169,7 +169,7 @@ def check_probe_target(folder: str | Path) -> None:
         return
     if not path.is_dir():
         raise InputError(f"Expected `output` to be a folder, but got {path}, which is a file.")
-    record = (json_object_or_none(path / RECORD) or {}) if (path / RECORD).is_file() else {}
+    record = json_object_or_none(path / RECORD) or {}
     others = sorted(entry.name for entry in path.iterdir() if entry.name != "features")
     if others and record.get("format") != FORMAT:
         raise InputError(f"`output` {path} holds {', '.join(others[:3])}, which is no probe. Choose another folder.")

@@ -323,7 +323,7 @@ def _read(
 def _check_folder(folder: Path) -> None:
     files.check_results_folder(folder, option="output_dir")
     taken = [name for name in (RESULTS, TABLES, *FIGURES) if (folder / name).exists()]
-    record = (files.json_object_or_none(folder / RESULTS) or {}) if (folder / RESULTS).is_file() else {}
+    record = files.json_object_or_none(folder / RESULTS) or {}
     if taken and record.get("format") != FORMAT:
         raise InputError(
             f"Expected `output_dir` to be new, or to hold an earlier evaluation of capability, but got {folder}, where "

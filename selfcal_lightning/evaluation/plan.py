@@ -131,5 +131,4 @@ def remove_earlier(earlier: Mapping[Path, int]) -> None:
 
 
 def is_evaluation(folder: Path) -> bool:
-    path = folder / ARGUMENTS
-    return path.is_file() and (json_object_or_none(path) or {}).get("format") == FORMAT
+    return (json_object_or_none(folder / ARGUMENTS) or {}).get("format") == FORMAT

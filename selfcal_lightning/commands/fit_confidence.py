@@ -132,9 +132,9 @@ def run_fit_response_probe(
 
     A ridge regression of hidden states predicts how far the other responses agree: of the mean over a response's
     tokens, of the state at the end of the confidence query, or of both, whichever errs least on questions that it was
-    not fitted on. Isotonic regression makes it a probability. `selfcal score
-    --estimator response_probe --criteria.probe FILE` puts it on the responses to other questions. Try it before you
-    train an adapter: it takes one pass over the responses.
+    not fitted on. Isotonic regression makes it a probability. `selfcal score --estimator response_probe
+    --criteria.probe FILE` puts it on the responses to other questions. Try it before you train an adapter: it takes one
+    pass over the responses.
 
     Args:
         pool: Folder of a store, or a JSON-lines pool.

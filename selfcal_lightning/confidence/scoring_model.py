@@ -134,13 +134,10 @@ class ScoringModel:
         if reads == "engine":
             read_by = {"head_dtype": self._head_dtype} if self._head_dtype else {}
             return {**origin, "model": self.identity | read_by, "prompt": self.chat.describe()}
-        if name == RESPONSE_PROBE:
-            return {
-                **origin,
-                "settings": {"probe": self.response_probe(estimator_settings["probe"]).digest},
-                **self.probe_origin,
-            }
-        return {**origin, **self.states_origin}
+        if name != RESPONSE_PROBE:
+            return {**origin, **self.states_origin}
+        digest = self.response_probe(estimator_settings["probe"]).digest
+        return {**origin, "settings": {"probe": digest}, **self.probe_origin}
 
     @property
     def states_origin(self) -> dict[str, Any]:

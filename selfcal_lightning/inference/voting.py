@@ -162,7 +162,7 @@ class CISC(_Vote):
         super().__post_init__()
 
     def weights(self, confidence: Floats) -> Floats:
-        """Return the weights over the largest, which neither overflow nor all underflow."""
+        """Return the weights relative to the largest: none overflows, and the largest does not underflow."""
         return np.asarray(np.exp((confidence - np.fmax.reduce(confidence)) / self.temperature))
 
     def leaders(self, votes: Votes, budgets: Integers) -> Codes:

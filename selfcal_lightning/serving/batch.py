@@ -65,8 +65,9 @@ def open_output(path: Path, requests: Mapping[str, Any], *, seed: int) -> tuple[
         raise InputError(f"Expected {path} to hold answers of this batch, but got {strange[0]!r}. Name another file.")
     if changed:
         raise InputError(
-            f"Expected {path} to answer the requests of `input`, but {changed[0]!r} and {len(changed) - 1:,} more "
-            "answer other ones of these ids, or had another `seed`. Name another file."
+            f"Expected {path} to answer the requests of `input`, but {len(changed):,} of its answers, such as "
+            f"{changed[0]!r}, are to requests that have changed since, or were drawn with another `seed`. Name "
+            "another file."
         )
     if again:
         kept = [line for number, line in enumerate(lines) if number not in again]

@@ -178,10 +178,10 @@ def end_with_whole_step(checkpoint: Mapping[str, Any], *, batches: float, accumu
     """Let a run that resumes inside an optimiser step take all of it: no checkpoint holds accumulated gradients."""
     progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
     done = progress["current"]["processed"]
-    if done < batches:
+    inside = done % accumulate  # micro-batches of a step that is not over; an epoch's last step may be short
+    if inside and done < batches:
         for counts in (progress["current"], progress["total"]):
-            whole = counts["processed"] - done % accumulate
-            counts.update(dict.fromkeys(counts, whole) if done % accumulate else {})
+            counts.update(dict.fromkeys(counts, counts["processed"] - inside))
 
 
 def _refusal(path: Path, problem: str) -> InputError:

@@ -111,7 +111,7 @@ def test_what_the_engine_failed_at_is_asked_again(tmp_path: Path) -> None:
     ("line", "said"),
     [
         (f"{OTHER}\n", "'b'"),
-        (f"{CHANGED}\n", "'a' and 0 more answer other ones"),
+        (f"{CHANGED}\n", "1 of its answers, such as 'a', are to requests that have changed"),
         ("no answer\n", "out.jsonl:1"),
         ('{"a": 1}', "lines"),
     ],

@@ -52,20 +52,19 @@ demo-real: $(VENV)/.ready-smollm  ## the same on SmolLM2-135M-Instruct and count
 	$(BIN)/python benchmarks/real/report_real.py --demo
 
 test: $(VENV)/.ready  ## all tests but the slow ones
-	@$(MAKE) --no-print-directory --jobs 2 tests-in-workers tests-that-fork
+	@$(MAKE) --no-print-directory --jobs 2 tests-in-workers tests-that-fork CHOSEN="not slow" \
+	  DOCTESTS="--doctest-modules --doctest-ignore-import-errors selfcal_lightning"
+
+test-slow: $(VENV)/.ready  ## the slow tests: killed runs, wheels, many processes
+	@$(MAKE) --no-print-directory --jobs 2 tests-in-workers tests-that-fork CHOSEN=slow
 
 tests-in-workers: $(VENV)/.ready
-	$(BIN)/python -m pytest --quiet -n 2 --dist loadfile --no-loadscope-reorder -m "not slow and not forks" \
-	  --doctest-modules --doctest-ignore-import-errors tests selfcal_lightning
+	$(BIN)/python -m pytest --quiet -n 2 --dist loadfile --no-loadscope-reorder -m "$(CHOSEN) and not forks" tests $(DOCTESTS)
 
 # Beside the others, where cores wait for the disk and for one another; what they print comes in one piece.
 tests-that-fork: $(VENV)/.ready
-	@said=$$($(BIN)/python -m pytest --quiet -m "not slow and forks" tests 2>&1); status=$$?; \
+	@said=$$($(BIN)/python -m pytest --quiet -m "$(CHOSEN) and forks" tests 2>&1); status=$$?; \
 	printf '\nTests that fork:\n%s\n' "$$said"; exit $$status
-
-test-slow: $(VENV)/.ready  ## the slow tests: killed runs, wheels, many processes
-	$(BIN)/python -m pytest --quiet -n 2 --dist loadfile --no-loadscope-reorder -m "slow and not forks" tests
-	$(BIN)/python -m pytest --quiet -m "slow and forks" tests
 
 report: $(VENV)/.ready  ## results on the bundled model: 1,000 + 500 questions x 16, three seeds (hours)
 	$(BIN)/python benchmarks/quality/report.py

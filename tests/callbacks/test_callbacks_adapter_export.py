@@ -104,6 +104,7 @@ def train_into(folder: Path, tiny_model: str, store: Path, **settings: Any) -> d
     return read_manifest(folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "named"),
     [
@@ -132,6 +133,7 @@ def test_the_adapter_of_a_training_with_other_settings_is_kept(
     assert named in told
 
 
+@pytest.mark.slow
 def test_the_same_training_again_takes_the_place_of_the_first(tiny_model: str, store: Path, tmp_path: Path) -> None:
     folder = tmp_path / "adapter"
     first = train_into(folder, tiny_model, store)
@@ -145,6 +147,7 @@ def test_the_same_training_again_takes_the_place_of_the_first(tiny_model: str, s
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["adapter"]
 
 
+@pytest.mark.slow
 def test_a_finished_run_started_again_keeps_its_export(tiny_model: str, store: Path, tmp_path: Path) -> None:
     folder, last = tmp_path / "adapter", tmp_path / "last.ckpt"
 
@@ -194,6 +197,7 @@ def test_a_value_that_no_validation_gives_names_the_known(tiny_model: str, store
         callback.plan_run("fit", trainer_with(callback), module_of(tiny_model), data)
 
 
+@pytest.mark.slow
 def test_the_domain_is_exported(tiny_model: str, store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("selfcal_lightning.callbacks.adapter_export.FEWEST", 4)
     folder = tmp_path / "adapter"

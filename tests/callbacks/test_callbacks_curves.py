@@ -60,12 +60,14 @@ def test_before_and_after(tiny_model: str, store: Path, tmp_path: Path) -> None:
     assert before.value == pytest.approx(fresh["val/calibration/Brier"], abs=1e-6)
 
 
+@pytest.mark.slow
 def test_the_last_weights_are_scored_when_no_validation_did(tiny_model: str, store: Path, tmp_path: Path) -> None:
     run(tiny_model, store, tmp_path, CalibrationCurve(save_images=False), max_steps=3)
     assert [scalar.step for scalar in events(tmp_path).Scalars("val/calibration/Brier")] == [0, 3]
     assert not (tmp_path / "logs" / "version_0" / "figures").exists()
 
 
+@pytest.mark.slow
 def test_training_goes_on_as_without_it(tiny_model: str, store: Path, tmp_path: Path) -> None:
     drawn, plain = Record(), Record()
     run(tiny_model, store, tmp_path / "a", CalibrationCurve(), drawn)

@@ -75,6 +75,7 @@ def test_other_settings_on_the_same_store_are_refused(tiny_model: str, filled: P
         trainer_with(generation(**changed)).fit(module_of(tiny_model), datamodule=data_module(tiny_model, filled))
 
 
+@pytest.mark.slow
 def test_test_and_predict_sample_their_split(tiny_model: str, tmp_path: Path) -> None:
     data = data_module(
         tiny_model, tmp_path / "store", test=[QuestionSource("word_problems", split="test_id", limit=2)],
@@ -93,6 +94,7 @@ def test_a_data_module_is_needed(tiny_model: str) -> None:
         trainer_with(generation()).validate(module_of(tiny_model), dataloaders=[])
 
 
+@pytest.mark.slow
 def test_two_processes_sample_what_one_does(tiny_model: str, filled: Path, tmp_path: Path) -> None:
     store = tmp_path / "store"
     trainer_with(generation(), devices=2, strategy="ddp_fork").fit(
@@ -105,6 +107,7 @@ def test_two_processes_sample_what_one_does(tiny_model: str, filled: Path, tmp_p
 # ---- training on the store: the whole house together
 
 
+@pytest.mark.slow
 def test_a_run_resumed_inside_an_epoch_ends_as_the_whole_one(shallow_model: str, filled: Path, tmp_path: Path) -> None:
     settings = {"lora": LoraSettings(r=4, dropout=0.3, activated=False)}
     trainer = {"max_epochs": 2, "accumulate_grad_batches": 2}

@@ -74,6 +74,7 @@ def whole(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Whole:
     return folder, run(tiny_model, folder / "store", SaveAt(folder, 2, 4, 6), SaveAfterValidation(folder))
 
 
+@pytest.mark.slow
 def test_every_round_is_what_its_adapter_samples(tiny_model: str, whole: Whole) -> None:
     store = whole[0] / "store"
     rounds = SampleStore(store).manifest.rounds
@@ -117,6 +118,7 @@ def test_drift_is_logged(bundled_model: str, tmp_path: Path) -> None:
     assert [bool(row["round/shift/MeanAbsolute"]) for row in rows] == [False, True, True]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [
@@ -127,7 +129,7 @@ def test_drift_is_logged(bundled_model: str, tmp_path: Path) -> None:
         "round-001",  # the checkpoint that the callback wrote
     ],
 )
-@pytest.mark.parametrize("samples", ["kept", pytest.param("lost", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("samples", ["kept", "lost"])
 def test_a_run_resumed_anywhere_ends_where_the_whole_one_does(
     tiny_model: str, whole: Whole, tmp_path: Path, name: str, samples: str
 ) -> None:
@@ -157,6 +159,7 @@ def test_a_finished_run_goes_on_with_a_new_round(tiny_model: str, whole: Whole, 
     assert len(texts(store, 1)) == 8
 
 
+@pytest.mark.slow
 def test_without_its_round_a_run_resumed_inside_an_epoch_fails(tiny_model: str, whole: Whole, tmp_path: Path) -> None:
     store = copy_of_round_0(whole[0] / "store", tmp_path / "store")
     with pytest.raises(ValueError, match="no samples of round 1 for the split 'train'"):
@@ -195,11 +198,13 @@ def test_a_round_is_completed_with_the_adapter_on_disk(
     assert all(torch.equal(before[1][name], value) for name, value in own.items())
 
 
+@pytest.mark.slow
 def test_rounds_of_another_training_are_refused_before_it_begins(tiny_model: str, whole: Whole) -> None:
     with pytest.raises(ValueError, match=r"Round 1 of the store was sampled in a training with other settings"):
         run(tiny_model, whole[0] / "store", model={"lr": 3e-3})
 
 
+@pytest.mark.slow
 def test_another_adapter_is_refused(
     tiny_model: str, whole: Whole, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -102,6 +102,7 @@ def test_random_numbers_are_the_same_every_time_and_uniform() -> None:
     assert np.histogram(values, bins=10, range=(0.0, 1.0))[0] == pytest.approx(np.full(10, 400), abs=90)
 
 
+@pytest.mark.slow
 def test_errors_are_taken_apart(store: Path, tmp_path: Path) -> None:
     output = tmp_path / "out"
     run_evaluate_capability(

@@ -139,6 +139,7 @@ def test_advertisements_stay_off_the_terminal(caplog: pytest.LogCaptureFixture, 
     assert "Epochs continue." in caplog.text
 
 
+@pytest.mark.slow
 def test_a_class_of_an_unnamed_package_is_refused_before_it_is_imported(tmp_path: Path) -> None:
     (tmp_path / "evil.py").write_text("open('imported', 'w')")
     for number, settings in enumerate((

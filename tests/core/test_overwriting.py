@@ -270,6 +270,7 @@ def test_a_verb_refuses_a_name_before_it_samples_or_reads(
     assert {path.name for path in here.iterdir()} == {"pool.jsonl", "store"}
 
 
+@pytest.mark.slow
 def test_a_confidence_of_any_name_leaves_its_files_in_the_folder(tmp_path: Path) -> None:
     """A pool's confidences are named by whoever wrote it, and files are named after them."""
     pool = Path(write_pool(tmp_path / "pool.jsonl", questions=24, confidence="../../../P(True)/x"))

@@ -268,6 +268,7 @@ def test_bad_records_are_named(tmp_path: Path, change: dict[str, Any] | None, me
     assert not (tmp_path / "store").exists()
 
 
+@pytest.mark.slow
 def test_real_responses_of_the_trial(tmp_path: Path, shared: Path) -> None:
     """The recorded verdicts are found again, but for one response that our task reads and the recorder did not."""
     rows = [json.loads(line) for line in (shared / "data" / "trial_responses.jsonl").read_text().splitlines()]
@@ -299,6 +300,7 @@ def test_real_responses_of_the_trial(tmp_path: Path, shared: Path) -> None:
     assert export.responses == 16 * sum(row["split"] == "id" for row in rows)
 
 
+@pytest.mark.slow
 def test_real_responses_to_competition_problems(tmp_path: Path, shared: Path) -> None:
     """Texts of a real model, with LaTeX and all that, come back as they were; a file of the task's columns is read."""
     path = shared / "data" / "math500_responses" / "llama-3.2-1b-instruct.jsonl"

@@ -201,6 +201,7 @@ def _create_and_join(path: Path, part: int) -> None:
     store.join()
 
 
+@pytest.mark.slow
 def test_many_processes_create_write_and_join_at_once(tmp_path: Path) -> None:
     """Each opens the store, which clears abandoned files, while others write: none loses its file."""
     context = multiprocessing.get_context("spawn")

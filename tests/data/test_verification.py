@@ -267,6 +267,7 @@ def test_threads_share_a_process(pool: MathComparer) -> None:
     assert results == {number: [True, False] for number in range(4)}
 
 
+@pytest.mark.slow
 def test_it_works_beside_torch_and_in_a_forked_child() -> None:
     script = """
         import os, torch

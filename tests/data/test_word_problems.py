@@ -28,7 +28,7 @@ from selfcal_lightning.data.tasks.word_problems import (
 )
 from selfcal_lightning.records import Message, duplicate_ids
 
-PER_SPLIT = 2_000
+PER_SPLIT = 500
 
 
 @pytest.fixture(scope="module")

@@ -122,6 +122,7 @@ class TrainedRecorder(SelfCalibrationModule):
         self.trainer.save_checkpoint(self.folder / f"validated-{len(self.seen)}.ckpt")
 
 
+@pytest.mark.slow
 def test_a_run_stopped_inside_a_step_takes_all_of_it(pool: Pool, store_dir: str, tmp_path: Path) -> None:
     def run(folder: Path, ckpt_path: str | None = None) -> TrainedRecorder:
         accumulated = {"accumulate_grad_batches": 3, "val_check_interval": 2, "limit_val_batches": 1}

@@ -60,6 +60,7 @@ def test_every_place_to_stop_gives_the_same_samples(tiny_model: str, tmp_path: P
     assert [len(whole), sum(len(group.samples) for group in whole.values())] == [7, 28]
 
 
+@pytest.mark.slow
 def test_otherwise_what_is_complete_is_kept(tiny_model: str, tmp_path: Path) -> None:
     seen = set()
     for looks in (2, 4, 6, 8):

@@ -302,6 +302,7 @@ def test_odd_pools_draw_without_a_warning(name: str) -> None:
         assert _png(figure).startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_figures_do_not_touch_pyplot() -> None:
     code = "import sys, selfcal_lightning.evaluation.figures as f; "
     code += "f.roc_figure({'a': ([.1, .9], [0, 1])}); "

@@ -61,7 +61,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", ["lora", *(pytest.param(name, marks=pytest.mark.slow) for name in list(CASES)[1:])])
 def test_one_trajectory(tiny_model: str, tmp_path: Path, case: str) -> None:
     settings, options, tolerance = CASES[case]
     one = trajectory(tiny_model, "auto", 1, settings, options)
@@ -145,6 +145,7 @@ def train_in_bfloat16(tiny_model: str) -> Any:
     return results
 
 
+@pytest.mark.slow
 def test_bfloat16_weights_and_gathering_in_bfloat16(tiny_model: str, tmp_path: Path) -> None:
     results = run_processes(train_in_bfloat16, tmp_path, tiny_model)[0]
     for precision, dtype in {"bf16-true": torch.bfloat16, "bf16-mixed": torch.float32}.items():

@@ -178,6 +178,7 @@ def test_only_the_predict_verb_brings_the_writer(
     assert writers("fit") == []
 
 
+@pytest.mark.slow
 def test_selfcal_predict(tiny_model: str, store: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     name = "by_the_verb"
     source = {"task": "word_problems", "split": "validation", "limit": 3}

@@ -197,6 +197,7 @@ def trained_by(world: int, model: str, store: str, batch_size: int) -> dict[str,
     return trained_state(module)
 
 
+@pytest.mark.slow
 def test_processes_do_not_change_the_trajectory(tiny_model: str, store: str, tmp_path: Path) -> None:
     """In one process, in micro-batches, and by two processes, which cut groups apart."""
     whole, parts = trained_by(1, tiny_model, store, 24), trained_by(1, tiny_model, store, 8)

@@ -32,6 +32,7 @@ pytestmark = pytest.mark.usefixtures("key")
 COLD = SamplingSettings(temperature=0.005, edt_scale=None)
 
 
+@pytest.mark.slow
 class TestContract(EngineContract):
     @pytest.fixture(autouse=True, scope="class")
     def _serve(self, tiny_model: str, request: pytest.FixtureRequest) -> Iterator[None]:

@@ -8,6 +8,7 @@ are of the test responses. Samples what `make report-real` samples, and reads th
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
 from collections.abc import Mapping
@@ -65,7 +66,10 @@ def pools(job: Jobs) -> dict[str, list[QuestionSamples]]:
 
 
 def tables(options: Options) -> dict[str, Any]:
-    return {"tasks": {job.name: compare(job) for job in every_job(options)}}
+    tasks = {job.name: compare(job) for job in every_job(options)}
+    if (earlier := options.results / "probe_states.json").is_file():  # tasks that were left out keep their figures
+        tasks = json.loads(earlier.read_text())["tasks"] | tasks
+    return {"tasks": tasks}
 
 
 def compare(job: Jobs) -> dict[str, Any]:
@@ -106,8 +110,9 @@ def as_markdown(report: Mapping[str, Any]) -> str:
             share = row["error"] / row["constant_error"]
             rows.append([task, state, row["reads"], f"{share:.3f}", show(row[AUROC]), show(row[BRIER])])
     heads = ["task", "states", "read", "left-out error, of a constant's", "AUROC", "Brier"]
-    told = "Fitted without labels; 8 responses to a question; 95 % intervals over questions."
-    return "\n".join([f"Command: `{report['command']}`. {told}", "", *table(heads, rows, left=3), ""])
+    told = "8 responses to a question; probes fitted without labels; 95 % intervals over questions."
+    command = "`python benchmarks/real/probe_states.py`, with `--models` and `--tasks` for a row alone"
+    return "\n".join([f"Command: {command}. {told}", "", *table(heads, rows, left=3), ""])
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from support.fakes import fake_questions
 from support.store_samples import make_store, write
 
 from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.data.store import annotations
 from selfcal_lightning.data.store.annotations import (
     Annotation,
     QuestionAnnotation,
@@ -183,6 +185,24 @@ def test_another_origin_is_refused_or_replaces_all(tmp_path: Path) -> None:
         annotation.write({("b", "1"): 0.5}, origin=other)
     annotation.write({("b", "1"): 0.5}, origin=other, overwrite=True)
     assert question_values(tmp_path, "probe", [("a", "1"), ("b", "1")]) == [None, 0.5]
+
+
+def test_writers_at_one_time_keep_each_others_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def add(name: str) -> None:
+        QuestionAnnotation(tmp_path, "probe").write({(name, "1"): 0.5}, origin=PROBE)
+
+    second, write_record = Thread(target=add, args=("b",)), annotations.write_record
+
+    def write_late(path: Path, content: dict[str, Any]) -> None:
+        if second.ident is None:  # the first writer has read what is there, and not yet written
+            second.start()
+            second.join(0.5)
+        write_record(path, content)
+
+    monkeypatch.setattr(annotations, "write_record", write_late)
+    add("a")
+    second.join()
+    assert question_values(tmp_path, "probe", [("a", "1"), ("b", "1")]) == [0.5, 0.5]
 
 
 def test_bad_names_and_values(tmp_path: Path) -> None:

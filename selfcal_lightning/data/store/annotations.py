@@ -109,13 +109,14 @@ class KeyedRecord(NamedRecord[KeyedValues]):
 
     def write(self, values: Mapping[Any, Any], *, origin: Mapping[str, Any], overwrite: bool = False) -> None:
         """Add values; stored ones of the same origin stay unless a new one has their key."""
-        self.check_origin(origin, overwrite=overwrite)
         if strange := [key[0] for key, one in values.items() if isinstance(one, float) and not math.isfinite(one)]:
             raise InputError(f"Expected values to be finite or None, but got another for {strange[0]!r}.")
         plain = json.loads(json.dumps(dict(origin)))
-        listed = [[*key, value] for key, value in {**self.known(plain), **values}.items()]
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        write_record(self.path, {"origin": plain, self._field: listed})
+        with PartLock(self.path.parent):
+            self.check_origin(origin, overwrite=overwrite)
+            listed = [[*key, value] for key, value in {**self.known(plain), **values}.items()]
+            write_record(self.path, {"origin": plain, self._field: listed})
 
 
 @dataclass(frozen=True, slots=True)

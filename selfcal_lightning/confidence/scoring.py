@@ -313,7 +313,14 @@ def score_pool(run: PoolScoring) -> list[ScoreReport]:
     for member in members:
         check_name_tells(RecordedConfidence(member.name, member.kind.needs_pool, member.kind.is_probability))
     target = PoolTarget(Path(run.pool), Path(run.output), task=run.task, overwrite=run.overwrite)
-    return _score_all(target, members, ScoringModel(run.model), run.output)
+    reports = _score_all(target, members, ScoringModel(run.model), run.output)
+    for report in reports:
+        if report.reused and (new := report.scored - report.unknown):
+            say(
+                f"{report.name} now mixes {report.reused:,} values that the pool brought, of a model and settings that "
+                f"it does not state, with {new:,} new ones. Another `name` scores all alike."
+            )
+    return reports
 
 
 @dataclass(slots=True)

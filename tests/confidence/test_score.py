@@ -268,6 +268,16 @@ def test_a_pool_may_be_scored_in_place_and_keeps_what_it_has(pool: Path) -> None
     assert responses_of(pool)[0]["confidence"] == {"mine": 0.25}
 
 
+def test_a_pool_that_mixes_old_and_new_scores_says_so(pool: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_score("response_consistency", pool=str(pool), output=str(pool))
+    lines = [json.loads(line) for line in pool.read_text().splitlines()]
+    del lines[0]["responses"][0]["confidence"]
+    pool.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    capsys.readouterr()
+    run_score("response_consistency", pool=str(pool), output=str(pool), consistency_samples=1)
+    assert f"mixes {TOTAL - 2} values that the pool brought" in capsys.readouterr().err
+
+
 def test_a_pool_appears_whole_or_not_at_all(pool: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise RuntimeError("gone")

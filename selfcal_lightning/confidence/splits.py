@@ -108,7 +108,7 @@ def check_not_fitted_on(
         if shared:
             count = len({_id_of(question) for question in asked})
             found = f"{len(shared)} of {count} that it was, such as {shared[0]!r}"
-            way_out = "Use another split, or the other half."
+            way_out = "Use another split or the other half. Different questions need different ids."
             raise InputError(f"Expected questions that {one.name!r} was not fitted on, but got {found}. {way_out}")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -30,7 +31,15 @@ Format = Literal[
     "trl", "dataset",
 ]  # fmt: skip
 
-READ_BY = {"columns": ("dataset", "trl", "lm-eval", "openai-batch"), "filter": ("lm-eval",)}  # others: a batch alone
+# Which formats read an option; a batch reads all others.
+READ_BY = {
+    "filter": ("lm-eval",),
+    "columns.question": ("dataset", "lm-eval", "openai-batch"),
+    "columns.answer": ("dataset", "trl", "openai-batch"),
+    "columns.id": ("dataset", "openai-batch"),
+    "columns.responses": ("dataset",),
+    "columns.correct": ("dataset", "trl"),
+}
 ExportFormat = Literal["pool", "sampled", "inspect", "every_eval_ever", "lm-eval"]
 
 
@@ -77,7 +86,8 @@ def run_import_pool(
     if logged is None and is_hub_name(path):
         raise InputError(f"Name the column of responses in {path} by `--columns.responses`.")
     found = logged[0] if logged else "sampled" if sampled else "pool"
-    options = {"columns": columns, "filter": filter, "requests": requests, "questions": questions}
+    named = {f"columns.{name}": column for name, column in asdict(columns or Columns()).items()}
+    options = {**named, "filter": filter, "requests": requests, "questions": questions}
     for option, value in options.items():
         if value is not None and found not in READ_BY.get(option, ("openai-batch",)):
             raise InputError(f"`{option}` has no meaning for {path}, whose format is {found}.")

@@ -263,6 +263,25 @@ def test_a_batch_is_joined_with_its_requests_in_any_order(tmp_path: Path) -> Non
     assert groups["a"].samples[0].logprob == -0.25
 
 
+def test_a_batch_counts_a_request_once_for_each_time_it_was_sent(tmp_path: Path) -> None:
+    asked = {"custom_id": "a", "body": {"prompt": "2+2?"}}, {"custom_id": "b", "body": {"prompt": "3+3?"}}
+    requests = write_lines(tmp_path / "in.jsonl", asked[0], asked[0], asked[1])
+    rows = reply("b", "6"), reply("b", "7"), reply("a", "4"), reply("a", "5"), reply("a", "6")
+    report, groups = imported(tmp_path / "out.jsonl", *rows, requests=requests, task="local_number")
+    assert (report.responses, report.dropped) == (3, 2)
+    assert {name: answers(group) for name, group in groups.items()} == {"b": ["6"], "a": ["4", "5"]}
+
+
+def test_ids_of_a_batch_that_name_two_questions_are_refused(tmp_path: Path) -> None:
+    asked = ({"custom_id": "a", "body": {"prompt": text}} for text in ("2+2?", "3+3?"))
+    requests, output = write_lines(tmp_path / "in.jsonl", *asked), tmp_path / "out.jsonl"
+    with pytest.raises(InputError, match=r"in\.jsonl:2: .*'a' for two"):
+        imported(output, reply("a", "4"), requests=requests, task="local_number")
+    questions = write_lines(tmp_path / "questions.jsonl", TWO_AND_TWO, THREE_AND_THREE | {"id": "a"})
+    with pytest.raises(InputError, match=r"questions\.jsonl:2: .*'a' again"):
+        imported(output, reply("a", "4"), questions=questions)
+
+
 def test_an_id_that_ends_like_the_number_of_a_response_is_an_id(tmp_path: Path) -> None:
     rows = reply("alg#1", "4"), reply("alg#2", "6"), reply("alg#2#1", "5")
     asked = TWO_AND_TWO | {"id": "alg#1"}, THREE_AND_THREE | {"id": "alg#2"}
@@ -379,6 +398,11 @@ UNNAMED = {"name": None, "question": "2+2?", "answer": "4", "responses": ["4"]}
         ({"sample_id": "a", "type": "sampling", "data": {}}, {"format": "openai-evals"}, "without an output"),
         (UNEQUAL, {"columns": COLUMNS}, r"samples_x\.jsonl:1: .*checked.*2.*1"),
         (UNNAMED, {"columns": Columns(id="name", responses="responses")}, r"x\.jsonl:1: Expected the field `name`"),
+        (UNNAMED, {"columns": Columns(answer="gold", responses="responses")}, r"x\.jsonl:1: .*the column `gold`"),
+        (UNNAMED, {"columns": Columns(correct="good", responses="responses")}, r"x\.jsonl:1: .*the column `good`"),
+        (UNNAMED, {"columns": Columns(choices="options", responses="responses")}, "`columns.choices` has no meaning"),
+        (lm_eval_row(1, "2"), {"columns": Columns(question="asked")}, r"x\.jsonl:1: .*the column `asked`"),
+        (lm_eval_row(1, "2"), {"columns": Columns(answer="gold")}, "`columns.answer` has no meaning"),
     ],
 )
 def test_what_cannot_be_read_is_named(tmp_path: Path, row: dict[str, Any], options: dict, message: str) -> None:

@@ -114,8 +114,9 @@ def read_lm_eval(log: Log) -> Iterator[LoggedResponse]:
             continue
         doc: Mapping[str, Any] = row["doc"] if isinstance(row.get("doc"), dict) else {}
         prompt = _at(row, "arguments", "gen_args_0", "arg_0")
-        names = [log.columns.question] if log.columns.question else QUESTION_FIELDS
-        question = next((doc[one] for one in names if isinstance(doc.get(one), str)), None) or str(prompt or "")
+        named = _named(path, number, doc, log.columns.question)
+        written = [named, *(doc.get(one) for one in QUESTION_FIELDS)]
+        question = next((one for one in written if isinstance(one, str)), None) or str(prompt or "")
         verdicts = [_verdict(row.get(str(one))) for one in row.get("metrics") or ("exact_match", "acc", "acc_norm")]
         filtered, verdict = row.get("filtered_resps"), next((one for one in verdicts if one is not None), None)
         is_alone = len(texts) == 1  # of several, the filter judged the first or all together
@@ -306,17 +307,23 @@ def read_openai_batch(log: Log) -> Iterator[LoggedResponse]:
     `name#k` is the k-th response to the question `name`, and so are the choices of `n` above 1.
     """
     asked: dict[str, Any] = {}
+    times = Counter[str]()
     if log.requests is not None:
         for number, row in read_json_lines(log.requests):
             body = row.get("body") or {}
             sent = next((body[name] for name in ("messages", "prompt", "input") if body.get(name)), None)
-            asked[str(_needed(log.requests, number, row, "custom_id"))] = sent
+            name = str(_needed(log.requests, number, row, "custom_id"))
+            if asked.setdefault(name, sent) != sent:
+                raise line_error(log.requests, number, "`custom_id` to name one prompt", f"{name!r} for two")
+            times[name] += 1
     known: dict[str, QuestionRow] = {}
     if log.questions is not None:
-        rows = read_question_file(log.questions, columns=log.columns)
-        known = {row.id or f"line-{row.number}": row for row in rows}
+        for own in read_question_file(log.questions, columns=log.columns):
+            if known.setdefault(own.id or f"line-{own.number}", own) is not own:
+                raise line_error(log.questions, own.number, "`id` to be unique", f"{own.id!r} again")
     if not asked and not known:
         raise InputError("A batch's output lacks its questions: name their file by `--requests` or `--questions`.")
+    answered = Counter[str]()
     for path, number, row in log.rows():
         name = str(_needed(path, number, row, "custom_id"))
         body = _at(row, "response", "body") or {}
@@ -329,6 +336,10 @@ def read_openai_batch(log: Log) -> Iterator[LoggedResponse]:
         sent = next((asked[one] for one in (name, stem) if one in asked), None)
         if own is None and sent is None:
             log.skipped["of a request that is not in the file"] += 1
+            continue
+        answered[name] += 1
+        if answered[name] > max(times[name], 1):
+            log.skipped["of a request that was answered before"] += 1
             continue
         chat = _chat(sent)
         question = _last_question(chat)
@@ -375,8 +386,8 @@ def read_trl(log: Log) -> Iterator[LoggedResponse]:
         text = "".join(_text(turn.get("content")) or "" for turn in turns)
         asked = _chat(prompt)
         name = f"step-{row.get('step', path.stem.removeprefix('completions_'))}/{_digest(asked)}"
-        verdict = _stated(path, number, row.get(log.columns.correct or ""))
-        reference = row.get(log.columns.answer or "answer")
+        verdict = _stated(path, number, _named(path, number, row, log.columns.correct))
+        reference = _named(path, number, row, log.columns.answer, default="answer")
         yield LoggedResponse(name, _last_question(asked), text, asked, reference, correct=verdict)
 
 
@@ -386,7 +397,7 @@ def read_dataset(log: Log) -> Iterator[LoggedResponse]:
     question_column, responses_column = columns.question or "question", columns.responses or "responses"
     for path, number, row in log.rows(tables=True):
         question, texts = (_needed(path, number, row, name) for name in (question_column, responses_column))
-        verdicts = row.get(columns.correct) if columns.correct else None
+        verdicts = _named(path, number, row, columns.correct)
         if isinstance(texts, str):  # one response a row, as in a CSV file
             texts, verdicts = [texts], verdicts if isinstance(verdicts, list) else [verdicts]
         verdicts = [None] * len(texts) if verdicts is None else verdicts
@@ -394,7 +405,8 @@ def read_dataset(log: Log) -> Iterator[LoggedResponse]:
             expected = f"`{columns.correct}` of the length of `{responses_column}`, {len(texts)}"
             raise line_error(path, number, expected, str(len(verdicts)))
         name = str(_needed(path, number, row, columns.id)) if columns.id else f"{path.stem}/{number:06d}"
-        reference = row.get(columns.answer or "answer")
+        reference = _named(path, number, row, columns.answer, default="answer")
+        log.skipped["without responses"] += not texts
         for text, verdict in zip(texts, verdicts, strict=True):
             if isinstance(text, str):
                 correct = _stated(path, number, verdict)
@@ -408,8 +420,16 @@ def read_dataset(log: Log) -> Iterator[LoggedResponse]:
 
 def _needed(path: Path, number: int, row: Mapping[str, Any], name: str) -> Any:
     if row.get(name) is None:
-        raise line_error(path, number, f"the field `{name}`", f"only {', '.join(map(str, row))}")
+        found = "null" if name in row else f"only {', '.join(map(str, row))}"
+        raise line_error(path, number, f"the field `{name}`", found)
     return row[name]
+
+
+def _named(path: Path, number: int, row: Mapping[str, Any], name: str | None, *, default: str = "") -> Any:
+    """Return the value of a column, which has to be there if the user named it."""
+    if name is not None and name not in row:
+        raise line_error(path, number, f"the column `{name}`", f"only {', '.join(map(str, row))}")
+    return row.get(name or default)
 
 
 def _at(found: Any, *names: str) -> Any:

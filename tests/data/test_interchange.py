@@ -80,6 +80,30 @@ def test_a_pool_is_read_judged_and_counted(tmp_path: Path) -> None:
     assert (again.reused, again.responses) == (2, 0)
 
 
+@pytest.mark.parametrize(
+    ("task", "reference", "text", "canonical"),
+    [
+        ("gsm8k", "2 + 2 = <<2+2=4>>4\n#### 4", "It is 4.", "4"),
+        ("local_choice", "(B)", "Answer: B", "B"),
+        ("winogrande", "2", "Answer: B", "B"),
+    ],
+)
+def test_a_reference_as_its_data_set_writes_it_is_compared(
+    tmp_path: Path, task: str, reference: str, text: str, canonical: str
+) -> None:
+    line = {"id": "a", "task": task, "question": "?", "reference": reference, "responses": [{"text": text}]}
+    (entry,) = load_recorded_pool(write_lines(tmp_path / "pool.jsonl", line)).entries
+    assert (entry.question.reference, entry.samples[0].correct) == (canonical, True)
+
+
+def test_a_reference_that_the_task_cannot_read_is_refused_if_it_is_compared(tmp_path: Path) -> None:
+    line = {"id": "a", "task": "local_number", "question": "?", "reference": "forty"}
+    path = write_lines(tmp_path / "pool.jsonl", {**line, "responses": [{"text": "40", "correct": True}]})
+    assert load_recorded_pool(path).entries[0].samples[0].correct
+    with pytest.raises(InputError, match=r"pool\.jsonl:1: .*`reference`.*'local_number' \(number\), but got 'forty'"):
+        load_recorded_pool(write_lines(path, {**line, "responses": [{"text": "40"}]}))
+
+
 @pytest.mark.parametrize("token_ids", [False, True])
 def test_a_pool_goes_round(tmp_path: Path, token_ids: bool) -> None:
     import_pool(write_lines(tmp_path / "pool.jsonl", *pool()), tmp_path / "one", split="test")

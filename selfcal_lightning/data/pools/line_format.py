@@ -26,6 +26,7 @@ from selfcal_lightning.data.store.manifest import StoreFingerprint, read_round, 
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.data.store.shards import StoredRow
 from selfcal_lightning.data.tasks.base import Task
+from selfcal_lightning.data.tasks.dataset import DatasetTask
 from selfcal_lightning.data.tasks.judging import judge
 from selfcal_lightning.data.tasks.registry import get_task
 from selfcal_lightning.data.tasks.rows import ANSWER, SYNONYM, as_text, check_spelling, given_answer
@@ -101,7 +102,12 @@ def read_pool(
 
 
 def _parse_line(path: Path, number: int, line: dict[str, Any]) -> PoolLine:
-    line = _with_reference(line, origin=f"{path}:{number}")
+    check_spelling(line, f"{path}:{number}")
+    if ANSWER in line or SYNONYM in line:
+        found = given_answer(line, origin=f"{path}:{number}")
+        is_number = isinstance(found, int | float) and not isinstance(found, bool)
+        line = {name: value for name, value in line.items() if name != ANSWER}
+        line[SYNONYM] = as_text(found) if is_number else found
     missing = sorted({"id", "task", "question", "reference", "responses", "split"} - line.keys())
     if missing:
         hint = " (or the argument of that name)" if {*missing} & {"task", "split"} else ""
@@ -123,18 +129,22 @@ def _parse_line(path: Path, number: int, line: dict[str, Any]) -> PoolLine:
     for response in responses:
         _check_response(path, number, response)
     chat = tuple(Message(message["role"], message["content"]) for message in messages)
+    reference = _canonical(path, number, reference, get_task(line["task"]), responses)
     question = Question(line["id"], line["task"], chat, reference, line["question"])
     return PoolLine(question, line["split"], responses)
 
 
-def _with_reference(line: dict[str, Any], *, origin: str) -> dict[str, Any]:
-    check_spelling(line, origin)
-    if ANSWER not in line and SYNONYM not in line:
-        return line
-    found = given_answer(line, origin=origin)
-    if isinstance(found, int | float) and not isinstance(found, bool):
-        found = as_text(found)
-    return {**{name: value for name, value in line.items() if name != ANSWER}, SYNONYM: found}
+def _canonical(
+    path: Path, number: int, reference: str | None, task: Task, responses: list[dict[str, Any]]
+) -> str | None:
+    """Return a reference as the task compares it; one that it cannot read is refused if anything has to be compared."""
+    if reference is None or not isinstance(task, DatasetTask) or task.answer_type not in ("number", "option letter"):
+        return reference
+    found = task.dataset.answers.canonical(reference) or task.extract(reference)
+    is_met = found is not None or all("correct" in response for response in responses)
+    wanted = f"`reference` to be an answer of task {task.name!r} ({task.answer_type})"
+    check_line(path, number, wanted, reference, is_met)
+    return found or reference
 
 
 def _check_response(path: Path, number: int, response: Any) -> None:

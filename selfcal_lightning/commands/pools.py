@@ -83,6 +83,10 @@ def run_import_pool(
         raise InputError(f"Expected {path} to be the {importing.SAMPLED} of llm-calibration or its folder.")
     is_log = sampled is None and format not in ("pool", "sampled")
     logged = find_format(place, format, columns=columns) if is_log else None
+    if logged is None and sampled is None and place.is_dir():
+        raise InputError(
+            f"The folder {path} holds no log that is recognised. Name its file, or the tool by `--format`."
+        )
     if logged is None and is_hub_name(path):
         raise InputError(f"Name the column of responses in {path} by `--columns.responses`.")
     found = logged[0] if logged else "sampled" if sampled else "pool"

@@ -424,9 +424,15 @@ def test_the_references_tell_the_task(references: list[Any], task: str) -> None:
     assert guess_task([*references, None]) == task
 
 
-def test_pools_of_our_own_are_of_no_other_format(tmp_path: Path) -> None:
-    path = write_lines(tmp_path / "pool.jsonl", {"id": "a", "task": "t", "question": "q", "responses": []})
-    assert find_format(path) is None
+@pytest.mark.parametrize("name", ["pool.jsonl", "pool.json"])
+def test_pools_of_our_own_are_of_no_other_format(tmp_path: Path, name: str) -> None:
+    lines = ({"id": one, "task": "t", "question": "q", "responses": []} for one in "ab")
+    assert find_format(write_lines(tmp_path / name, *lines)) is None
+
+
+def test_a_folder_without_a_known_log_is_named(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="holds no log that is recognised"):
+        imported(tmp_path)
 
 
 @pytest.mark.parametrize(

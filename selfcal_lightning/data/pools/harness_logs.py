@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from selfcal_lightning.core.errors import InputError, unknown_name
-from selfcal_lightning.core.files import line_error, parse_json, read_json_lines, read_json_object
+from selfcal_lightning.core.files import json_object_or_none, line_error, parse_json, read_json_lines, read_json_object
 from selfcal_lightning.data.tasks.rows import (
     CHOICE_LETTERS,
     Columns,
@@ -584,7 +584,7 @@ def _first_fields(path: Path) -> set[str]:
     if path.suffix == ".parquet":
         return set(next(iter(read_table(path)), {}))
     if path.suffix == ".json":
-        return set(read_json_object(path, what="a log"))
+        return set(json_object_or_none(path) or {})
     if path.suffix not in (".jsonl", ".ndjson"):
         return set()
     return {str(name) for _, row in islice(read_json_lines(path), 1) for name in row}

@@ -34,13 +34,7 @@ class Rendezvous:
     """A barrier for ``world_size`` processes that share a folder."""
 
     def __init__(
-        self,
-        folder: Path,
-        *,
-        rank: int,
-        world_size: int,
-        stall_timeout: float = 600.0,
-        interrupt: Interrupt = never,
+        self, folder: Path, *, rank: int, world_size: int, stall_timeout: float = 600.0, interrupt: Interrupt = never
     ) -> None:
         self.folder, self.rank, self.world_size, self.stall_timeout = folder, rank, world_size, stall_timeout
         self.interrupt = interrupt

@@ -231,11 +231,7 @@ class ChatFormat:
     """
 
     def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        *,
-        query: str = DEFAULT_QUERY,
-        prompt: Prompt | None = None,
+        self, tokenizer: PreTrainedTokenizerBase, *, query: str = DEFAULT_QUERY, prompt: Prompt | None = None
     ) -> None:
         self.is_plain = prompt is not None and prompt.format == "plain"
         if tokenizer.chat_template is None and not self.is_plain:

@@ -201,11 +201,7 @@ def further_counts(report: Any, without: Sequence[str]) -> str:
 
 
 def import_pool(
-    path: str | Path,
-    store_dir: str | Path,
-    *,
-    task: str | None = None,
-    split: str | None = None,
+    path: str | Path, store_dir: str | Path, *, task: str | None = None, split: str | None = None
 ) -> ImportReport:
     """Read a JSON-lines pool of responses made elsewhere into its own store.
 

@@ -181,7 +181,8 @@ class Annotation(NamedRecord[AnnotationRecord]):
             fresh = [self._enter(file, details) for file in files]
             table = pa.concat_tables([self._read(entry) for entry in fresh])
             same = record is not None and record.origin == origin
-            kept = [entry for entry in earlier if same and not _covers(table, self._read(entry))]
+            own = table.select(KEYS)
+            kept = [e for e in earlier if same and self._read(e).join(own, keys=KEYS, join_type="left anti").num_rows]
             shown = {entry.file for entry in [*kept, *fresh]}
             total = pa.concat_tables([*(self._read(entry) for entry in kept), table]).group_by(KEYS).aggregate([])
             shown_now = AnnotationRecord(self.name, origin, total.num_rows, (*kept, *fresh))
@@ -274,10 +275,6 @@ def add_confidences(rows: Sequence[StoredRow], index: SampleIndex, start: int, n
         sample = replace(row.sample, confidences={**row.sample.confidences, **known})
         annotated.append(replace(row, sample=sample))
     return annotated
-
-
-def _covers(table: pa.Table, other: pa.Table) -> bool:
-    return other.join(table.select(KEYS), keys=KEYS, join_type="left anti").num_rows == 0
 
 
 def _positions(column: pa.ChunkedArray, values: pa.Array) -> np.ndarray:

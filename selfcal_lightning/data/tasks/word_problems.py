@@ -359,12 +359,12 @@ def sample_problem(rng: random.Random, split: Split, *, difficulty: Difficulty |
             return problem
 
 
-def stream_problems(split: Split, *, seed: int = 0, difficulty: Difficulty | None = None) -> Iterator[Problem]:
+def stream_problems(split: Split, *, seed: int = 0) -> Iterator[Problem]:
     """Yield the problems of ``split`` endlessly, no program twice, in an order fixed by ``seed``."""
     rng = random.Random(f"word_problems/{split}/{seed}")
     seen: set[str] = set()
     while True:
-        problem = sample_problem(rng, split, difficulty=difficulty)
+        problem = sample_problem(rng, split)
         if problem.program not in seen:
             seen.add(problem.program)
             yield problem

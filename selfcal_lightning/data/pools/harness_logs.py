@@ -318,9 +318,9 @@ def read_openai_batch(log: Log) -> Iterator[LoggedResponse]:
             times[name] += 1
     known: dict[str, QuestionRow] = {}
     if log.questions is not None:
-        for own in read_question_file(log.questions, columns=log.columns):
-            if known.setdefault(own.id or f"line-{own.number}", own) is not own:
-                raise line_error(log.questions, own.number, "`id` to be unique", f"{own.id!r} again")
+        for each in read_question_file(log.questions, columns=log.columns):
+            if known.setdefault(each.id or f"line-{each.number}", each) is not each:
+                raise line_error(log.questions, each.number, "`id` to be unique", f"{each.id!r} again")
     if not asked and not known:
         raise InputError("A batch's output lacks its questions: name their file by `--requests` or `--questions`.")
     answered = Counter[str]()

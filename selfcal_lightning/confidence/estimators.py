@@ -20,7 +20,7 @@ from selfcal_lightning.confidence.token_ids import ResponseIds, entry_ids, step_
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.data.step_settings import Aggregation, Steps
 from selfcal_lightning.data.steps import Span, aggregate
-from selfcal_lightning.engines.base import Engine
+from selfcal_lightning.engines.base import Engine, mass_of
 from selfcal_lightning.metrics.arrays import check_positive
 from selfcal_lightning.metrics.consistency import masked_standardised_weights
 from selfcal_lightning.records import QuestionSamples, Sample, normalised_p_true, sample_seed
@@ -112,7 +112,7 @@ class PTrue:
         def value(row: Sequence[float] | None) -> float | None:
             if row is None:
                 return None
-            yes, no = sum(row[:number]), sum(row[number:])
+            yes, no = mass_of(row[:number]), mass_of(row[number:])
             return normalised_p_true(yes, no) if self._normalised else yes
 
         return {sequence: value(row) for sequence, row in zip(sequences, rows, strict=True)}

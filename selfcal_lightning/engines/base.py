@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
@@ -252,6 +253,11 @@ def edt_parameters(sampling: SamplingSettings) -> list[float] | None:
     if sampling.edt_scale is None or sampling.temperature == 0.0:
         return None
     return [sampling.temperature, sampling.edt_scale, sampling.edt_theta]
+
+
+def mass_of(probabilities: Iterable[float]) -> float:
+    """Return the sum of probabilities of one distribution, which rounding may bring above 1."""
+    return min(math.fsum(probabilities), 1.0)
 
 
 def finish_of(token_ids: Sequence[int], *, ended: bool, step_ids: Collection[int], limit: int) -> Finish:

@@ -20,7 +20,7 @@ from selfcal_lightning.core.errors import InputError, RunError, check_at_least
 from selfcal_lightning.data.tasks.base import Task
 from selfcal_lightning.data.tasks.judging import Judge, continued
 from selfcal_lightning.data.tasks.registry import get_task
-from selfcal_lightning.engines.base import MAX_FAILURES, Engine, FailuresInARow, RequestsFailedError
+from selfcal_lightning.engines.base import MAX_FAILURES, Engine, FailuresInARow, RequestsFailedError, mass_of
 from selfcal_lightning.inference.base import WHOLE, AskKind, Strategy, refuse_parts
 from selfcal_lightning.records import (
     Question,
@@ -281,7 +281,7 @@ class EngineSource:
             with suppress(RequestsFailedError):  # the response is there, and has no confidence
                 (masses,) = self._engine.next_token_probabilities([prompt], (*query.yes_ids, *query.no_ids))
         n = len(query.yes_ids)
-        yes, no = (None, None) if masses is None else (sum(masses[:n]), sum(masses[n:]))
+        yes, no = (None, None) if masses is None else (mass_of(masses[:n]), mass_of(masses[n:]))
         logprob = None if logprob is None else logprob * len(ids) / max(drawn, 1)
         return RecordedResponse(text, ids, "stop", logprob=logprob, yes_mass=yes, no_mass=no)
 

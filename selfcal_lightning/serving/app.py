@@ -28,7 +28,7 @@ from selfcal_lightning.confidence.base import P_TRUE, STORED, add_scores, confid
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.core.progress import say
 from selfcal_lightning.data.tasks.registry import get_task
-from selfcal_lightning.engines.base import RequestsFailedError
+from selfcal_lightning.engines.base import RequestsFailedError, mass_of
 from selfcal_lightning.engines.opening import check_can_draw
 from selfcal_lightning.inference.base import Strategy
 from selfcal_lightning.inference.choices import choose_strategy
@@ -293,7 +293,7 @@ class Service:
             raise Refused(400, "The engine refuses to read this: it may be longer than the model's context.")
         n = len(query.yes_ids)
         samples = [
-            Sample("", i, 0, text, response, "stop", None, None, yes_mass=sum(row[:n]), no_mass=sum(row[n:]))
+            Sample("", i, 0, text, response, "stop", None, None, yes_mass=mass_of(row[:n]), no_mass=mass_of(row[n:]))
             for i, (text, response, row) in enumerate(zip(texts, ids, masses, strict=True))
         ]
         return [add_scores(sample, self.calibration.of_samples) for sample in samples]

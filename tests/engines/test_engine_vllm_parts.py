@@ -23,6 +23,7 @@ from safetensors.torch import save_file
 from selfcal_lightning.engines.vllm import engine as vllm
 from selfcal_lightning.engines.vllm.process import Channel, WorkerProcess, worker_environment
 from selfcal_lightning.engines.vllm.records import EngineCrashedError, Flight, FlightBook, lora_rank, wire_messages
+from selfcal_lightning.engines.vllm.worker import Worker, _Sample
 from selfcal_lightning.models.chat_format import ChatFormat, load_tokenizer
 from selfcal_lightning.records import Request, SamplingSettings
 
@@ -311,6 +312,19 @@ def test_a_start_that_fails_says_what_to_do(log: str, advice: str, monkeypatch: 
     assert told.endswith(log)
     assert advice in told
     assert ("never run" in told, "-c DEFAULT" in told) == ("never run" in advice, "DEFAULT" in advice)
+
+
+def test_masses_stay_probabilities_where_rounded_log_probabilities_add_up_to_more() -> None:
+    worker = Worker.__new__(Worker)
+    spec = {"query": {"yes": [5, 6], "no": [7]}}
+    worker._samples, worker._finished = {3: _Sample(spec, [1], {"id": 3})}, {"samples": []}
+    worker.counters = dict.fromkeys(("query_tokens", "query_cached_tokens"), 0)
+    logprobs = {5: math.log(0.5 + 1e-8), 6: math.log(0.5), 7: -40.0}
+    position = {token: SimpleNamespace(logprob=value) for token, value in logprobs.items()}
+    completion = SimpleNamespace(logprobs=[position])
+    worker._on_queried(3, SimpleNamespace(outputs=[completion], prompt_token_ids=[1], num_cached_tokens=None))
+    (sample,) = worker._finished["samples"]
+    assert sample == {"id": 3, "yes": 1.0, "no": pytest.approx(math.exp(-40.0))}
 
 
 # ---- prefixes and steps

@@ -16,7 +16,14 @@ from typing import Any
 from selfcal_lightning.core.errors import InputError, RunError, check_at_least
 from selfcal_lightning.core.imports import check_installed
 from selfcal_lightning.engines.activated_probe import ProbeGroups, Table, make_probe, query_settings, try_adapter
-from selfcal_lightning.engines.base import Failure, check_prompts, check_request, ends_with_query, response_room
+from selfcal_lightning.engines.base import (
+    Failure,
+    check_prompts,
+    check_request,
+    ends_with_query,
+    mass_of,
+    response_room,
+)
 from selfcal_lightning.engines.in_flight import InFlight, read_scores
 from selfcal_lightning.engines.openai.server import (
     WAY_OUT,
@@ -324,7 +331,7 @@ class OpenAIEngine:
         ids = (*request.context_ids, *response.token_ids, *query.suffix_ids)
         masses = await self._probabilities(ids, (*query.yes_ids, *query.no_ids), deadline)
         yes, no = masses[: len(query.yes_ids)], masses[len(query.yes_ids) :]
-        return replace(response, yes_mass=math.fsum(yes), no_mass=math.fsum(no))
+        return replace(response, yes_mass=mass_of(yes), no_mass=mass_of(no))
 
     async def _score(self, prompt: tuple[int, ...], *, token_ids: tuple[int, ...], with_adapter: bool) -> list[float]:
         return await self._probabilities(prompt, token_ids, self._time_limit(), with_adapter=with_adapter)

@@ -79,8 +79,8 @@ def read_queries(
     masses: dict[int, tuple[float, float]] = {}
     for query in dict.fromkeys(queries):
         members = [i for i, other in enumerate(queries) if other == query]
-        yes = p[members][:, list(query.yes_ids)].sum(1).tolist()
-        no = p[members][:, list(query.no_ids)].sum(1).tolist()
+        of_members = p[members]
+        yes, no = (of_members[:, list(ids)].sum(1).clamp(max=1.0).tolist() for ids in (query.yes_ids, query.no_ids))
         masses |= {slots[i]: pair for i, pair in zip(members, zip(yes, no, strict=True), strict=True)}
     return masses
 

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, cast
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.core.plugins import load_plugins_of_parent
 from selfcal_lightning.engines.activated_probe import ProbeGroups, Table, make_probe, try_adapter
-from selfcal_lightning.engines.base import COLDEST_TEMPERATURE, EDT_PROCESSOR, ends_with_query, finish_of
+from selfcal_lightning.engines.base import COLDEST_TEMPERATURE, EDT_PROCESSOR, ends_with_query, finish_of, mass_of
 from selfcal_lightning.engines.vllm.plugin import change_adapters
 from selfcal_lightning.engines.vllm.process import Channel
 
@@ -256,8 +256,7 @@ class Worker:
         sample = self._samples.pop(number)
         query = sample.spec["query"]
         self._count("query", output)
-        yes = math.fsum(probabilities(output.outputs[0], query["yes"]))
-        no = math.fsum(probabilities(output.outputs[0], query["no"]))
+        yes, no = (mass_of(probabilities(output.outputs[0], query[name])) for name in ("yes", "no"))
         self._finished["samples"].append({**cast(dict[str, Any], sample.result), "yes": yes, "no": no})
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -57,6 +58,23 @@ def test_a_response_is_what_the_server_said(connect: Connect, server: FakeServer
     assert (sample["temperature"], sample["top_k"], sample["repetition_penalty"]) == (0.7, 0, 1.0)
     assert engine.max_context == 511
     assert engine.describe()["weights_sha256"] is None
+
+
+def test_masses_stay_probabilities_where_rounded_log_probabilities_add_up_to_more(
+    connect: Connect, server: FakeServer, chat: ChatFormat
+) -> None:
+    query = replace(chat.query, yes_ids=(5, 6), no_ids=(7,))
+    top = {"token_id:5": math.log(0.5 + 1e-7), "token_id:6": math.log(0.5), "token_id:7": -40.0}
+    engine = connect()
+    sampled = server._complete_sample
+
+    async def then_score(exchange: Exchange) -> None:
+        await sampled(exchange)
+        server.faults.append(says(json.dumps({"choices": [{"logprobs": {"top_logprobs": [top]}}]}).encode()))
+
+    server._complete_sample = then_score
+    (response,) = generate(engine, requests_of(chat, 1, query))
+    assert response.yes_mass == 1.0
 
 
 def test_no_more_requests_run_than_allowed(connect: Connect, server: FakeServer, chat: ChatFormat) -> None:

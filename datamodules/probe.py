@@ -14,7 +14,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.utils.data import Dataset, Sampler
 
-from selfcal_lightning.capability.features import PromptModel, feature_origin, read_features
+from selfcal_lightning.capability.features import PromptModel, feature_origin, open_features, read_features
 from selfcal_lightning.capability.probe import Pooling, ProbeBasis, checked_targets, design, probe_basis
 from selfcal_lightning.capability.probe_module import ProbeBatch
 from selfcal_lightning.capability.question_table import (
@@ -28,7 +28,6 @@ from selfcal_lightning.confidence.scoring_model import ModelSettings
 from selfcal_lightning.confidence.splits import check_disjoint, leading_ids
 from selfcal_lightning.core.errors import InputError, check_at_least
 from selfcal_lightning.core.plan import Plan, QuestionCount, Training
-from selfcal_lightning.data.store.features import feature_folder
 from selfcal_lightning.data.store.shards import question_digest
 from selfcal_lightning.datamodules.plan import planned_steps, splits_of
 from selfcal_lightning.datamodules.ssc.sampler import LateDataLoader, epoch_position, limited_batches
@@ -203,7 +202,7 @@ class ProbeDataModule(LightningDataModule):
         named = ModelSettings(self.base_model, None, self.engine.of(revision=self.revision, adapter=self.adapter))
         with PromptModel(named, first.fingerprint) as model:
             origin = feature_origin(model, self.read_levels)
-            folder = feature_folder(origin, store=Path(self.store_dir), given=self.features_dir)
+            folder = open_features(model, self.read_levels, store=Path(self.store_dir), given=self.features_dir)
             for role in read:
                 states = read_features(model, self._pools[role].questions, folder, self.read_levels)
                 entries = self._pools[role].pool.entries

@@ -32,7 +32,7 @@ from selfcal_lightning.capability.evaluation import (
     share_error_bounds,
     test_questions,
 )
-from selfcal_lightning.capability.features import PromptModel, feature_origin, read_features
+from selfcal_lightning.capability.features import PromptModel, open_features, read_features
 from selfcal_lightning.capability.fitted_maps import fit_capability_maps
 from selfcal_lightning.capability.probe import LEAST_QUESTIONS, fit_probe, with_question_confidence
 from selfcal_lightning.capability.question_table import (
@@ -43,7 +43,6 @@ from selfcal_lightning.capability.question_table import (
 )
 from selfcal_lightning.confidence.scoring_model import ModelSettings
 from selfcal_lightning.data.store.annotations import question_values
-from selfcal_lightning.data.store.features import feature_folder
 from selfcal_lightning.data.store.shards import question_digest
 from selfcal_lightning.data.tasks.registry import get_task
 from selfcal_lightning.engines.base import generate
@@ -273,7 +272,7 @@ def _states(pool: CapabilityPool, store: Path) -> PromptStates:
     """Return the hidden states that `fit-probe` and `score-questions` have put beside a store."""
     levels = LevelSettings()
     with PromptModel(ModelSettings("bundled", None, EngineOptions()), pool.fingerprint) as model:
-        folder = feature_folder(feature_origin(model, levels), store=store, given=None)
+        folder = open_features(model, levels, store=store, given=None)
         return read_features(model, pool.questions, folder, levels)
 
 

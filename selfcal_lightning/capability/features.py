@@ -6,16 +6,17 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from selfcal_lightning.confidence.scoring_model import ModelSettings, ScoringModel
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.core.progress import Progress
-from selfcal_lightning.data.store.features import FeatureFolder, tokens_digest
+from selfcal_lightning.data.store.features import FeatureFolder, feature_folder, tokens_digest
 from selfcal_lightning.data.store.manifest import StoreFingerprint
 from selfcal_lightning.engines.base import Engine
 from selfcal_lightning.engines.hidden_states import LevelSettings, PromptStates
-from selfcal_lightning.engines.opening import check_engine, open_engine
+from selfcal_lightning.engines.opening import check_engine, open_engine, weights_dtype
 from selfcal_lightning.models.chat_format import USER_PROMPT, ChatFormat
 from selfcal_lightning.records import IMPORTED, Question
 
@@ -66,6 +67,10 @@ class PromptModel(AbstractContextManager):
         return self._named.source
 
     @property
+    def dtype(self) -> str:
+        return weights_dtype(self._settings.engine)
+
+    @property
     def chat(self) -> ChatFormat:
         return self._named.chat
 
@@ -91,16 +96,25 @@ CHUNK_QUESTIONS = 512
 
 
 def feature_origin(model: PromptModel, settings: LevelSettings) -> dict[str, Any]:
-    """Return what features depend on, JSON-able: weights, adapter, template and levels."""
+    """Return what a probe of features depends on, JSON-able: weights, adapter, template and levels."""
     levels = {**asdict(settings), "levels": None if settings.levels is None else list(settings.levels)}
     return {"model": model.identity, "prompt": model.prompt_identity, "states": levels}
+
+
+def open_features(
+    model: PromptModel, settings: LevelSettings, *, store: Path | None, given: str | None, beside: Path | None = None
+) -> FeatureFolder:
+    """Return the folder that keeps hidden states, those of each dtype apart."""
+    kept = feature_origin(model, settings) | {"dtype": model.dtype}
+    folder = feature_folder(kept, store=store, given=given, beside=beside)
+    folder.open(kept)
+    return folder
 
 
 def read_features(
     model: PromptModel, questions: Sequence[Question], folder: FeatureFolder, settings: LevelSettings
 ) -> PromptStates:
     """Return the hidden states of questions in their order; missing ones are read into ``folder``, chunk by chunk."""
-    folder.open(feature_origin(model, settings))
     prompts = [model.chat.prompt_ids(question.messages) for question in questions]
     keys = [(question.id, tokens_digest(ids)) for question, ids in zip(questions, prompts, strict=True)]
     known = folder.keys()

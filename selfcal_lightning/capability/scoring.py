@@ -12,7 +12,7 @@ from typing import Any, get_args
 
 from selfcal_lightning.capability import estimators
 from selfcal_lightning.capability.estimators import P_TRUE_BEFORE, PROBE, PROMPT_ESTIMATORS, VERBAL_ESTIMATORS
-from selfcal_lightning.capability.features import PromptModel, feature_origin, read_features
+from selfcal_lightning.capability.features import PromptModel, feature_origin, open_features, read_features
 from selfcal_lightning.capability.probe import load_probe
 from selfcal_lightning.capability.question_table import CapabilityPool, TaughtTarget
 from selfcal_lightning.confidence.fitted_files import check_states_origin
@@ -26,7 +26,6 @@ from selfcal_lightning.core.files import (
     write_json_lines,
 )
 from selfcal_lightning.data.store.annotations import QuestionAnnotation
-from selfcal_lightning.data.store.features import feature_folder
 from selfcal_lightning.data.store.manifest import StoreFingerprint
 from selfcal_lightning.data.store.shards import question_digest
 from selfcal_lightning.engines.hidden_states import LevelSettings, check_gives_hidden_states
@@ -166,7 +165,8 @@ def _by_probe(
     check_states_origin(probe.origin, origin)
     if fingerprint is not None:
         probe.check_sampling(fingerprint.as_json()["sampling"] or None)
-    folder = feature_folder(origin, store=store, given=run.features_dir, beside=Path(str(run.probe)) / "features")
+    beside = Path(str(run.probe)) / "features"
+    folder = open_features(model, levels, store=store, given=run.features_dir, beside=beside)
     states = read_features(model, questions, folder, levels)
     described = {
         "estimator": PROBE, "probe": probe.digest, "target": probe.target, "states": origin,

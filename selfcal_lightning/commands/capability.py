@@ -19,7 +19,7 @@ from rich.console import Console
 from selfcal_lightning.capability import allocation, evaluation, fitted_maps, reports, scoring
 from selfcal_lightning.capability import budgets as sampling_budgets
 from selfcal_lightning.capability.estimators import averaged_names
-from selfcal_lightning.capability.features import PromptModel, feature_origin, read_features
+from selfcal_lightning.capability.features import PromptModel, feature_origin, open_features, read_features
 from selfcal_lightning.capability.probe import CapabilityProbe, check_probe_target, checked_targets, fit_probe
 from selfcal_lightning.capability.question_table import CapabilityPool, load_capability_pool, question_table
 from selfcal_lightning.confidence.scoring_model import ModelSettings
@@ -28,7 +28,6 @@ from selfcal_lightning.core import files
 from selfcal_lightning.core.errors import InputError, RunError, unknown_name
 from selfcal_lightning.core.progress import Stage, tell
 from selfcal_lightning.data.store.annotations import QuestionAnnotation
-from selfcal_lightning.data.store.features import feature_folder
 from selfcal_lightning.data.tasks.registry import load_some
 from selfcal_lightning.engines.hidden_states import LevelSettings, check_gives_hidden_states
 from selfcal_lightning.engines.sampling.plan import SamplePlan, check_plan_target
@@ -94,7 +93,8 @@ def run_fit_probe(
     with PromptModel(named, read.fingerprint) as prompt_model:
         origin = feature_origin(prompt_model, settings)
         store = read.path if read.path.is_dir() else None
-        folder = feature_folder(origin, store=store, given=features_dir, beside=Path(output) / "features")
+        beside = Path(output) / "features"
+        folder = open_features(prompt_model, settings, store=store, given=features_dir, beside=beside)
         states = read_features(prompt_model, read.questions, folder, settings)
     probe = fit_probe(
         states, read.pool.entries, target=target, pooling=features, origin=origin, sampling=read.sampling,

@@ -24,7 +24,7 @@ from selfcal_lightning.data.pools.recorded import load_recorded_pool
 from selfcal_lightning.data.store.features import feature_folder
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.engines.hidden_states import check_gives_hidden_states
-from selfcal_lightning.engines.opening import check_engine
+from selfcal_lightning.engines.opening import check_engine, weights_dtype
 from selfcal_lightning.engines.settings import EngineSettings
 from selfcal_lightning.inference.base import Strategy
 from selfcal_lightning.inference.registry import check_can_answer, make_strategy
@@ -161,7 +161,7 @@ def run_fit_response_probe(
     scoring = ScoringModel(ModelSettings(model, None, options), fingerprint)
     check_engine(options, scoring.source)
     origin = scoring.probe_origin
-    kept = origin | {"states": response_probe.STATES}
+    kept = origin | {"states": response_probe.STATES, "dtype": weights_dtype(options)}
     folder = feature_folder(kept, store=store, given=features_dir, beside=Path(output).parent / "features")
     folder.open(kept)
     states = response_probe.keep_states(scoring.tokens, read.entries, folder, chat=scoring.chat)

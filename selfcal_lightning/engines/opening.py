@@ -71,13 +71,18 @@ def serve_model(
     )
 
 
-def expected_head_dtype(options: EngineOptions) -> str | None:
-    """Return the ``head_dtype`` that ``describe`` of a local engine will name: "float32" in half precision."""
+def weights_dtype(options: EngineOptions) -> str:
+    """Return the dtype that a local engine will hold the weights in."""
     import torch
 
     if options.dtype != "auto":
-        return None if options.dtype == "float32" else "float32"
-    return "float32" if torch.cuda.is_available() else None
+        return options.dtype
+    return "bfloat16" if torch.cuda.is_available() else "float32"
+
+
+def expected_head_dtype(options: EngineOptions) -> str | None:
+    """Return the ``head_dtype`` that ``describe`` of a local engine will name: "float32" in half precision."""
+    return None if weights_dtype(options) == "float32" else "float32"
 
 
 def load_chat(options: EngineOptions, model: str, *, query: str, prompt: Prompt | None = None) -> ChatFormat:

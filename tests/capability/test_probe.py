@@ -70,7 +70,7 @@ def test_states_are_kept_with_what_they_are_of(place: Path, no_engine: None) -> 
     (folder,) = (place / "store" / "features").iterdir()
     origin: Any = FeatureFolder(folder).origin
     assert origin["states"] == {"levels": None, "average": True, "final_norm": True}
-    assert set(origin) == {"model", "prompt", "states"}
+    assert set(origin) == {"model", "prompt", "states", "dtype"}
     assert set(origin["model"]) == {"weights_sha256", "adapter_sha256"}
     (file,) = folder.glob("*.safetensors")
     with safe_open(file, framework="numpy") as opened:

@@ -223,6 +223,10 @@ def test_a_store_is_fitted_on_one_split_and_scored_on_the_other(
     file = tmp_path / "probe.json"
     assert run(["fit-response-probe", "--pool", str(store), "--output", str(file)]) == 0
     assert "Fitted on 24 responses to 8 questions (0 left out): the " in capsys.readouterr().out
+    other = ["--output", str(tmp_path / "other.json"), "--engine.dtype", "bfloat16"]
+    assert run(["fit-response-probe", "--pool", str(store), *other]) == 0
+    kept = [FeatureFolder(folder).origin or {} for folder in (store / "features").iterdir()]
+    assert sorted(origin["dtype"] for origin in kept) == ["bfloat16", "float32"], "states of two dtypes were mixed"
     score = ["score", "--store_dir", str(store), "--estimator", "response_probe"]
     assert run([*score, "--criteria.probe", str(file), "--split", "test_id"]) == 0
     probe = load_response_probe(file)

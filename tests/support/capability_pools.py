@@ -6,10 +6,10 @@ from pathlib import Path
 
 import numpy as np
 
-from selfcal_lightning.capability.features import PromptModel, feature_origin
+from selfcal_lightning.capability.features import PromptModel, open_features
 from selfcal_lightning.capability.question_table import load_capability_pool
 from selfcal_lightning.confidence.scoring_model import ModelSettings
-from selfcal_lightning.data.store.features import feature_folder, tokens_digest
+from selfcal_lightning.data.store.features import tokens_digest
 from selfcal_lightning.data.store.manifest import StoreFingerprint
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.data.tasks.registry import load_some
@@ -48,9 +48,7 @@ def give_states(store: Path, *, width: int = 4) -> None:
     """
     levels, pool = LevelSettings(), load_capability_pool(str(store), split=None, task=None)
     with PromptModel(ModelSettings("bundled", None, EngineOptions()), pool.fingerprint) as model:
-        origin = feature_origin(model, levels)
-        folder = feature_folder(origin, store=store, given=None)
-        folder.open(origin)
+        folder = open_features(model, levels, store=store, given=None)
         keys = [(one.id, tokens_digest(model.chat.prompt_ids(one.messages))) for one in pool.questions]
     rng = np.random.default_rng(0)
     vectors = rng.normal(size=(2, len(keys), 1, width)).astype(np.float32)

@@ -20,6 +20,7 @@ from selfcal_lightning.confidence.live import (
     open_live_probe,
     open_tokens,
 )
+from selfcal_lightning.confidence.registry import REWARDS
 from selfcal_lightning.confidence.splits import check_not_fitted_on
 from selfcal_lightning.core.errors import InputError, RunError
 from selfcal_lightning.core.files import check_replaceable, has_first_keys, write_json_lines
@@ -198,7 +199,9 @@ def answer_questions(
         opened = open_engine(options, model, chat=chat)
         ends.callback(opened.close)
         if fitted is not None:
-            choices.check_sampled_alike(fitted, store_fingerprint(opened, chat, sampling, settings.seed))
+            rewards = {name: REWARDS.identity(settings.reward) for name in read}
+            drawn = store_fingerprint(opened, chat, sampling, settings.seed)
+            choices.check_sampled_alike(fitted, drawn, rewards=rewards)
         if probe is not None:
             tokens = open_tokens(opened, chat)
             live.append(open_live_probe(probe, lambda: tokens, find_asked(asked, chat)))

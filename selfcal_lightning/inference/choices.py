@@ -62,9 +62,12 @@ def load_fitted_files(
     return load_scorers(scorers), None if threshold_file is None else FittedThreshold.load(threshold_file)
 
 
-def check_sampled_alike(fitted: FittedThreshold, fingerprint: StoreFingerprint) -> None:
+def check_sampled_alike(
+    fitted: FittedThreshold, fingerprint: StoreFingerprint, *, rewards: Mapping[str, Any] | None = None
+) -> None:
+    """Refuse another model, prompt or sampling than those of the fit, or other reward models, by confidence."""
     plain = fingerprint.as_json()
-    facts = {name: plain[name] for name in ("model", "prompt", "sampling")}
+    facts = {name: plain[name] for name in ("model", "prompt", "sampling")} | {"rewards": rewards or {}}
     if changed := fitted.sampling_differences(facts):
         raise InputError(
             f"Expected responses sampled like those that {fitted.name!r} was fitted on, but got {'; '.join(changed)}."

@@ -8,6 +8,7 @@ a scaler or fusion was fitted on, and record their own, so that nothing is repor
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -258,8 +259,8 @@ class FittedThreshold:
         fitted_on: The calibration questions.
         achieved: Results on these questions; optimistic for budget and accuracy, which were chosen on them.
         message: The outcome in a sentence.
-        sampled_by: How the responses were sampled: "model", "prompt" and "sampling" of a store's fingerprint; None if
-            unknown.
+        sampled_by: How the responses were sampled: "model", "prompt" and "sampling" of a store's fingerprint, and
+            "rewards", by confidence the reward model that it is from; None if unknown.
     """
 
     name: str
@@ -377,9 +378,9 @@ def fields_of(strategy: Strategy) -> dict[str, Any]:
 
 def _sampling_facts(sampled_by: Mapping[str, Any]) -> dict[str, Any]:
     """Return what is known about how responses are sampled; adapters are compared only if the weights are known."""
-    flat = dict(flatten(sampled_by))
+    flat = dict(flatten(json.loads(json.dumps(dict(sampled_by)))))
     of_model = {"model.weights_sha256", "model.adapter_sha256"} if flat.get("model.weights_sha256") else set()
-    kept = {name for name in flat if name.startswith(("prompt.", "sampling."))} | (of_model & flat.keys())
+    kept = {name for name in flat if name.startswith(("prompt.", "sampling.", "rewards."))} | (of_model & flat.keys())
     return {name: flat[name] for name in kept}
 
 

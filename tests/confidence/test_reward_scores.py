@@ -7,6 +7,7 @@ import os
 import sys
 import textwrap
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,15 +17,19 @@ from support.recorded_pools import NUM_QUESTIONS, NUM_SAMPLES
 from support.reward_models import stand_in
 
 from selfcal_lightning.cli import run
+from selfcal_lightning.commands.fit_confidence import run_fit_threshold
 from selfcal_lightning.commands.score import run_score
 from selfcal_lightning.confidence.base import confidence_of
 from selfcal_lightning.confidence.features import LOGIT
+from selfcal_lightning.confidence.registry import REWARDS
 from selfcal_lightning.core import plugins
 from selfcal_lightning.data.step_settings import RewardSettings
 from selfcal_lightning.data.steps import aggregate
 from selfcal_lightning.data.store.annotations import annotation_names
 from selfcal_lightning.data.store.sample_store import SampleStore
+from selfcal_lightning.inference.choices import check_sampled_alike
 from selfcal_lightning.inference.sources import replay
+from selfcal_lightning.inference.thresholds import FittedThreshold
 from selfcal_lightning.inference.voting import BestOfN
 from selfcal_lightning.rewards.formats import REWARD_FORMATS, reward_format
 from selfcal_lightning.rewards.reading import open_rewards
@@ -85,6 +90,16 @@ def test_an_equal_run_reuses_all_and_another_model_or_cut_is_refused(
         run_score("prm", str(store), reward=RewardSettings(prm.model, prm.format, "line"))
     with pytest.raises(ValueError, match="bring 'p_true' of another model"):
         run_score("prm", str(store), reward=prm, name="p_true")
+
+
+def test_a_threshold_on_rewards_is_for_the_model_of_its_fit(store: Path, prm: RewardSettings, tmp_path: Path) -> None:
+    run_score("prm", str(store), reward=prm)
+    file = str(tmp_path / "t.json")
+    run_fit_threshold(str(store), file, confidence="prm", budget=2.0, split=None, use_all=True)
+    fitted, drawn = FittedThreshold.load(file), SampleStore(store).round_manifest().fingerprint
+    check_sampled_alike(fitted, drawn, rewards={"prm": REWARDS.identity(prm)})
+    with pytest.raises(ValueError, match=r"rewards\.prm\.steps: 'sentence' at the fit, 'line' now"):
+        check_sampled_alike(fitted, drawn, rewards={"prm": REWARDS.identity(replace(prm, steps="line"))})
 
 
 def test_a_score_without_a_probability_has_a_name_of_its_own(store: Path, outcomes: RewardSettings) -> None:

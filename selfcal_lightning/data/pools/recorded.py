@@ -117,6 +117,10 @@ def _from_store(
     plain = fingerprint.as_json()
     # Responses made elsewhere have no sampling settings, and another kind of prompt.
     facts = {name: plain[name] for name in ("model", "prompt", "sampling")} if plain["sampling"] else None
+    origins = _annotation_origins(path, confidences)
+    rewards = {name: origin["reward_model"] for name, origin in origins.items() if "reward_model" in origin}
+    if facts is not None and rewards:
+        facts["rewards"] = rewards
     if texts:
         found = islice(store.samples(split=split, task=task, confidences=confidences), limit)
         entries = tuple(found if token_ids else (_without(entry, token_ids=None) for entry in found))
@@ -130,9 +134,13 @@ def _from_store(
 
 def annotation_estimators(store: str | Path, names: Sequence[str]) -> dict[str, str]:
     """Return the estimator that computed each of the annotations ``names`` of a store, if known."""
-    records = {name: Annotation(store, name).record for name in names}
-    origins = {name: record.origin for name, record in records.items() if record is not None}
+    origins = _annotation_origins(store, names)
     return {name: origin["estimator"] for name, origin in origins.items() if "estimator" in origin}
+
+
+def _annotation_origins(store: str | Path, names: Sequence[str]) -> dict[str, Mapping[str, Any]]:
+    records = {name: Annotation(store, name).record for name in names}
+    return {name: record.origin for name, record in records.items() if record is not None}
 
 
 def _from_file(

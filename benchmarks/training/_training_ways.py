@@ -140,7 +140,7 @@ def _padded(ids: Sequence[int], width: int | None, pad_id: int) -> Tensor:
 def _calibrate(ids: Tensor, last: int, weight: float) -> Callable[[SelfCalibrationModule], Tensor]:
     def loss(module: SelfCalibrationModule) -> Tensor:
         logits = module.model(input_ids=ids, use_cache=False).logits
-        confidence = confidence_from_logits(logits[:, last], module.chat.query).p_true
+        confidence = confidence_from_logits(logits[:, last], module.chat.query).p_true.float()
         return weight * calibration_loss(confidence, torch.full_like(confidence, TARGET), beta=module.losses.beta).sum()
 
     return loss
@@ -236,7 +236,7 @@ def _both_losses(
 ) -> Callable[[SelfCalibrationModule], Tensor]:
     def loss(module: SelfCalibrationModule) -> Tensor:
         logits = module.model(**inputs, use_cache=False).logits.flatten(0, 1)
-        confidence = confidence_from_logits(logits[ends], module.chat.query).p_true
+        confidence = confidence_from_logits(logits[ends], module.chat.query).p_true.float()
         per_row = calibration_loss(confidence, torch.full_like(confidence, TARGET), beta=module.losses.beta)
         nll = F.cross_entropy(logits[:-1].float(), labels[1:], ignore_index=-100, reduction="none")
         asked = labels[1:] != -100

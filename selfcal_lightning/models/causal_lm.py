@@ -119,7 +119,7 @@ SMALL_OUTPUTS = 16
 
 
 class Confidence(NamedTuple):
-    """P(True) of every row, float32 [B], in [0, 1], and the masses of Yes and No under the full softmax, [B] each."""
+    """P(True) of every row [B], in [0, 1], and the masses of Yes and No under the full softmax, [B] each."""
 
     p_true: Tensor
     yes_mass: Tensor
@@ -253,9 +253,12 @@ def confidence_from_logits(logits: Tensor, query: ConfidenceQuery, *, normalised
     when ``normalised``, else Yes.
     """
     yes, no = yes_and_no(logits.float().log_softmax(-1)[:, query_ids(query, logits.device)], query)
-    # The sigmoid is Yes / (Yes + No) without the underflow of small masses.
-    p_true = torch.sigmoid(yes - no) if normalised else yes.exp()
-    return Confidence(p_true, yes.exp(), no.exp())
+    return Confidence(sigmoid_of_difference(yes, no) if normalised else yes.exp(), yes.exp(), no.exp())
+
+
+def sigmoid_of_difference(yes: Tensor, no: Tensor) -> Tensor:
+    """Return Yes / (Yes + No) of logarithms of masses, float64: in float32 all above log-odds of 17 would be 1."""
+    return torch.sigmoid((yes - no).double())
 
 
 def yes_and_no(columns: Tensor, query: ConfidenceQuery) -> tuple[Tensor, Tensor]:

@@ -21,6 +21,7 @@ from selfcal_lightning.models.causal_lm import (
     forward_arguments,
     query_ids,
     selected_logits,
+    sigmoid_of_difference,
     yes_and_no,
 )
 from selfcal_lightning.models.packing import PrefixTree, two_layers_on_meta
@@ -140,7 +141,7 @@ class HiddenOutputs:
         yes, no = self._scores(query)
         total = log_normaliser(self.queries, self.weight, self.bias)
         yes_mass, no_mass = (yes - total).exp(), (no - total).exp()
-        return Confidence(torch.sigmoid(yes - no) if normalised else yes_mass, yes_mass, no_mass)
+        return Confidence(sigmoid_of_difference(yes, no) if normalised else yes_mass, yes_mass, no_mass)
 
     def token_losses(self, token_ids: Tensor) -> Tensor:
         """Return the negative log-likelihood of a token at each of the other positions, in nats, [N]."""

@@ -67,7 +67,8 @@ def test_what_is_read_is_what_plain_logits_say(family: str, trained: bool) -> No
     for normalised, expected in ((True, yes / (yes + no)), (False, yes)):
         found = outputs.confidence(QUERY, normalised=normalised)
         torch.testing.assert_close(found.p_true.double(), expected, atol=1e-5, rtol=0)
-        torch.testing.assert_close(outputs.p_true(QUERY, normalised=normalised), found.p_true)
+        trained_on = outputs.p_true(QUERY, normalised=normalised).double()
+        torch.testing.assert_close(trained_on, found.p_true.double(), atol=1e-5, rtol=0)
         torch.testing.assert_close((found.yes_mass.double(), found.no_mass.double()), (yes, no), atol=1e-5, rtol=0)
     expected = F.cross_entropy(logits[LABELS], TOKENS, reduction="none")
     torch.testing.assert_close(outputs.token_losses(TOKENS).double(), expected, atol=1e-4, rtol=0)
@@ -134,6 +135,16 @@ def test_p_true_of_masses_far_below_the_smallest_float32() -> None:
     tiny = torch.zeros(1, 9)
     tiny[0, 0] = 300.0
     assert confidence_from_logits(tiny, QUERY).p_true.item() == pytest.approx(2 / 3, abs=1e-5)
+
+
+def test_sure_responses_are_still_ranked() -> None:
+    """In float32 the sigmoid of both log-odds is 1."""
+    logits = torch.full((2, 9), -60.0)
+    logits[:, 3], logits[0, 4], logits[1, 4] = 0.0, -20.0, -22.0
+    states, weight = torch.tensor([[1.0], [1.1]]), torch.tensor([[0.0]] * 4 + [[-20.0]] + [[-60.0]] * 4)
+    hidden = HiddenOutputs(states, states[:0], weight, None).confidence(QUERY, normalised=True)
+    for first, second in (confidence_from_logits(logits, QUERY).p_true.tolist(), hidden.p_true.tolist()):
+        assert first < second < 1.0
 
 
 # ---- a micro-step

@@ -138,6 +138,8 @@ def open_service(settings: ServiceSettings, *, folder: Path | None = None, key: 
         check_gives_hidden_states(options)
         if settings.threshold_file is not None:
             raise InputError(PROBE_AND_THRESHOLD)
+    if options.is_remote and math.isfinite(limit := settings.limits.deadline_s):  # a longer wait would hold up others
+        options = replace(options, engine_args={"deadline": limit, **options.engine_args})
     taught = choices.CalibratedDefaults.of(model, options.adapter)
     sampling = taught.sampling_for(settings.sampling)
     if options.is_remote and settings.sampling is None and not options.engine_args.get("server_edt"):

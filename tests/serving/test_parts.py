@@ -28,6 +28,7 @@ from selfcal_lightning.confidence.splits import FittedOn
 from selfcal_lightning.core.errors import InputError, MissingPackageError, RunError
 from selfcal_lightning.data.tasks.registry import get_task
 from selfcal_lightning.engines.openai.wire import ServerError
+from selfcal_lightning.engines.settings import EngineOptions
 from selfcal_lightning.inference import chat_source, choices
 from selfcal_lightning.inference.driver import Driver
 from selfcal_lightning.inference.sources import Draws, EngineSource
@@ -178,6 +179,22 @@ def test_a_scorer_that_was_fitted_again_is_not_loaded_under_a_threshold_of_the_f
     asyncio.run(server.reload())
     assert make_job(server, {"model": "bundled", "messages": MESSAGES}).fitted is not None
     asyncio.run(server.desk.close(0.0))
+
+
+def test_a_server_behind_this_one_gets_no_more_time_than_a_question(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[EngineOptions] = []
+    engine = lambda options, *args, **named: opened.append(options) or FakeEngine()  # noqa: E731
+    for name, make in (("load_chat", lambda *args, **options: FakeChat()), ("open_engine", engine)):
+        monkeypatch.setattr(serve, name, make)
+    shown = chat_source.Capabilities(ids=True, logprobs=True, n=True)
+    monkeypatch.setattr(chat_source, "served_model", lambda *args: (None, shown))
+    for given in ({}, {"deadline": 5.0}):
+        options = EngineOptions("openai", engine_args=given)
+        server = serve.open_service(ServiceSettings("bundled", engine=options, limits=Limits(deadline_s=7.0)))
+        asyncio.run(server.desk.close(0.0))
+    assert [options.engine_args["deadline"] for options in opened] == [7.0, 5.0]
 
 
 def test_a_batch_whose_engine_died_writes_no_answer_for_it(tmp_path: Path) -> None:

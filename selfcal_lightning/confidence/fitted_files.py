@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.core.files import (
@@ -20,6 +20,7 @@ from selfcal_lightning.data.store.manifest import origin_differences
 FORMAT = "selfcal_lightning.fitted"
 VERSION = 3
 THRESHOLD = "threshold"  # all other kinds are confidences
+T = TypeVar("T")
 
 
 def check_fitted_target(path: str | Path, kind: str) -> None:
@@ -66,3 +67,13 @@ def load_fitted(path: str | Path, kinds: Sequence[str]) -> tuple[str, dict[str, 
     if kind not in kinds:
         raise InputError(f"Expected {path} to hold one of {', '.join(kinds)}, but got {kind!r}.")
     return str(kind), record
+
+
+def load_whole(path: str | Path, kinds: Sequence[str], make: Callable[[str, dict[str, Any]], T]) -> T:
+    """Return what ``make`` reads of kind and content of a fitted file."""
+    kind, content = load_fitted(path, kinds)
+    try:
+        return make(kind, content)
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        reason = f"no field {error}" if isinstance(error, KeyError) else str(error)
+        raise InputError(f"Expected {path} to hold a whole {kind}, but got {reason}. Fit it again.") from error

@@ -35,7 +35,7 @@ from selfcal_lightning.confidence.features import (
     score_confidence,
     scores_text,
 )
-from selfcal_lightning.confidence.fitted_files import load_fitted, save_fitted
+from selfcal_lightning.confidence.fitted_files import load_whole, save_fitted
 from selfcal_lightning.confidence.registry import (
     KnownConfidence,
     may_be_probability,
@@ -231,12 +231,10 @@ FittedScorer = Scaler | Fusion
 
 
 def load_scorer(path: str | Path, kinds: Sequence[str] = (*SCALER_KINDS, KIND)) -> FittedScorer:
-    kind, content = load_fitted(path, kinds)
-    try:
+    def make(kind: str, content: Mapping[str, Any]) -> FittedScorer:
         return Fusion.from_json(content) if kind == KIND else Scaler.from_json(kind, content)
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-        reason = f"no field {error}" if isinstance(error, KeyError) else str(error)
-        raise InputError(f"Expected {path} to hold a whole {kind}, but got {reason}. Fit it again.") from error
+
+    return load_whole(path, kinds, make)
 
 
 def load_scorers(paths: Sequence[str | Path] | str) -> list[FittedScorer]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 import numpy as np
 
 from selfcal_lightning.confidence.base import RESPONSE_PROBE
-from selfcal_lightning.confidence.fitted_files import load_fitted, save_fitted
+from selfcal_lightning.confidence.fitted_files import load_whole, save_fitted
 from selfcal_lightning.confidence.scaling import IsotonicMap, centre_and_scale
 from selfcal_lightning.confidence.splits import FittedOn, check_not_fitted_on
 from selfcal_lightning.confidence.token_ids import entry_ids
@@ -90,16 +90,16 @@ def load_response_probe(path: str | Path | None) -> ResponseProbe:
     if path is None:
         way_out = "`selfcal fit-response-probe` writes one."
         raise InputError(f"Expected `criteria.probe` with the estimator {RESPONSE_PROBE}, but got null. {way_out}")
-    content = load_fitted(path, (RESPONSE_PROBE,))[1]
-    try:
+
+    def make(_: str, content: Mapping[str, Any]) -> ResponseProbe:
         numbers = {name: float(content[name]) for name in ("intercept", "penalty", "error", "constant_error")}
         return ResponseProbe(
             weights=tuple(map(float, content["weights"])), map=IsotonicMap(*map(tuple, map(content["map"].get, "xy"))),
             target=content["target"], origin=content["origin"], fitted_on=FittedOn.from_json(content["fitted_on"]),
             **numbers,
         )  # fmt: skip
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise InputError(f"Expected {path} to hold a whole probe, but got {error!r}. Fit it again.") from error
+
+    return load_whole(path, (RESPONSE_PROBE,), make)
 
 
 def read_states(tokens: TokenReader, pool: Sequence[QuestionSamples]) -> list[Floats | None]:

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from selfcal_lightning.confidence.base import check_confidence, confidence_of, scored_pool
 from selfcal_lightning.confidence.fitted_files import THRESHOLD as KIND
-from selfcal_lightning.confidence.fitted_files import load_fitted, save_fitted
+from selfcal_lightning.confidence.fitted_files import load_whole, save_fitted
 from selfcal_lightning.confidence.fusion import FittedScorer, scorer_digests
 from selfcal_lightning.confidence.registry import refuse_looking_ahead
 from selfcal_lightning.confidence.splits import FittedOn, check_disjoint, check_not_fitted_on
@@ -364,12 +364,7 @@ class FittedThreshold:
 
     @classmethod
     def load(cls, path: str | Path) -> FittedThreshold:
-        content = load_fitted(path, (KIND,))[1]
-        try:
-            return cls.from_json(content)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            reason = f"no field {error}" if isinstance(error, KeyError) else str(error)
-            raise InputError(f"Expected {path} to hold a whole threshold, but got: {reason}") from error
+        return load_whole(path, (KIND,), lambda _, content: cls.from_json(content))
 
 
 def fields_of(strategy: Strategy) -> dict[str, Any]:

@@ -47,12 +47,12 @@ class ResponseTable:
         if not samples:
             raise InputError("Expected `pool` to hold at least one response, but got none.")
         check_features(pool, features)
-        columns = [_column(samples, name) for name in features]
+        rows = [[feature_value(sample, name) for name in features] for sample in samples]
         return cls(
             question_ids=tuple(entry.question.id for entry in pool),
             question=np.repeat(np.arange(len(pool)), [len(entry.samples) for entry in pool]),
             correct=np.array([v for entry in pool for v in entry.verdicts], dtype=np.float64),  # None is NaN
-            values=np.column_stack(columns) if columns else np.empty((len(samples), 0)),
+            values=np.array(rows, dtype=np.float64),
         )
 
 
@@ -102,15 +102,6 @@ def log_odds(probabilities: Floats, name: str = "confidence") -> Floats:
         _check_probabilities(float(known.min()), float(known.max()), name)
     p = np.clip(probabilities, SMALLEST_PROBABILITY, 1.0 - SMALLEST_PROBABILITY)
     return np.asarray(np.log(p) - np.log1p(-p))
-
-
-def _column(samples: Sequence[Sample], name: str) -> Floats:
-    """Return one feature of every response [N]; nan where there is none."""
-    if name == NUM_TOKENS:
-        return np.array([sample.num_tokens for sample in samples], dtype=np.float64)  # None is NaN
-    values = np.array([confidence_of(sample, confidence_behind(name)) for sample in samples], dtype=np.float64)
-    values[np.isinf(values)] = np.nan
-    return log_odds(values, name) if name.startswith(LOGIT) else values
 
 
 def _check_probabilities(lowest: float, highest: float, name: str) -> None:

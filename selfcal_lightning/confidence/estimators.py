@@ -358,14 +358,15 @@ class SteadyTokens:
     needs_pool: ClassVar[bool] = True
     reads: ClassVar[str] = "tokens"
 
+    # Functions that compute a response's scores, each higher when more certain; nan if undefined.
+    statistics: tuple[Read, ...] = (TokenSteadiness.read,)
+
     def __init__(self, tokens: TokenReader) -> None:
         self._tokens = tokens
-        # Functions that compute a response's scores, each higher when more certain; nan if undefined.
-        self._statistics: tuple[Read, ...] = (TokenSteadiness.read,)
 
     def score(self, pool: Sequence[QuestionSamples]) -> Scores:
         """Return the weight of every sample; None without a score, or if it is too long."""
-        found = [self._tokens.scores(pool, read) for read in self._statistics]
+        found = [self._tokens.scores(pool, read) for read in self.statistics]
         return [_weights(columns) for columns in zip(*found, strict=True)]
 
 
@@ -373,10 +374,7 @@ class LikelyTokens(SteadyTokens):
     """``exp(z)`` of the mean log-probability of a response's tokens."""
 
     name: ClassVar[str] = "sasc_certainty"
-
-    def __init__(self, tokens: TokenReader) -> None:
-        super().__init__(tokens)
-        self._statistics = (lambda response: response.tokens.logprob.mean().item(),)
+    statistics = (lambda response: response.tokens.logprob.mean().item(),)
 
 
 class SteadySteps(SteadyTokens):
@@ -391,7 +389,7 @@ class SteadySteps(SteadyTokens):
             spans = tokens.steps(response.token_ids, steps)
             return -response.step_means("entropy", spans).std(correction=0).item() if spans else math.nan
 
-        self._statistics = (TokenSteadiness.read, step_steadiness)
+        self.statistics = (TokenSteadiness.read, step_steadiness)
 
 
 def _weights(columns: Sequence[Sequence[float | None]]) -> list[float | None]:

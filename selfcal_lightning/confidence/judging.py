@@ -90,16 +90,6 @@ def read_grade(form: Form, reply: str, *, finished: bool = True) -> Grade | None
     return None if letter is None else form.grades[letter]
 
 
-def shown_answer(name: VerifierForm, sample: Sample) -> str | None:
-    """Return the text of a response to be graded; None without a readable answer, which is wrong.
-
-    For facts this is the response's own wording, since the canonical form drops punctuation.
-    """
-    if sample.answer is None or name == "mathematics":
-        return sample.answer
-    return stated_short_text(sample.text, finished=sample.finish not in CUT) or sample.answer
-
-
 def form_digest(names: Sequence[VerifierForm]) -> dict[str, str]:
     return {name: FORMS[name].digest for name in sorted(names)}
 
@@ -137,9 +127,15 @@ def candidates_of(groups: Iterable[QuestionSamples]) -> dict[Key, Candidate]:
 
 
 def key_of(group: QuestionSamples, sample: Sample, form: VerifierForm) -> Key | None:
-    """Return the key of a response's verdict; None for a response without an answer."""
-    answer = shown_answer(form, sample)
-    return None if answer is None else (group.question.id, question_digest(group.question), answer)
+    """Return the key of a response's verdict; None for a response without a readable answer, which is wrong.
+
+    For facts the response's own wording is graded, since the canonical form drops punctuation.
+    """
+    if (answer := sample.answer) is None:
+        return None
+    if form != "mathematics":
+        answer = stated_short_text(sample.text, finished=sample.finish not in CUT) or answer
+    return group.question.id, question_digest(group.question), answer
 
 
 def grade_candidates(

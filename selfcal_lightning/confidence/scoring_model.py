@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -35,12 +34,6 @@ if TYPE_CHECKING:
     from selfcal_lightning.models.chat_format import ChatFormat
 
 ACTIVATED = "activated_adapter_sha256"
-
-
-def states_origin(identity: Mapping[str, str | None], chat: ChatFormat) -> dict[str, Any]:
-    """Return what statistics and states of a response's own tokens depend on: not the query that may follow it."""
-    model = {part: value for part, value in identity.items() if part != ACTIVATED}
-    return {"model": model, "prompt": {"template_sha256": chat.describe()["template_sha256"]}}
 
 
 @dataclass(frozen=True)
@@ -141,7 +134,9 @@ class ScoringModel:
 
     @property
     def states_origin(self) -> dict[str, Any]:
-        return states_origin(self.identity, self.chat)
+        """What statistics and states of a response's own tokens depend on: not the query that may follow it."""
+        model = {part: value for part, value in self.identity.items() if part != ACTIVATED}
+        return {"model": model, "prompt": {"template_sha256": self.chat.describe()["template_sha256"]}}
 
     @property
     def probe_origin(self) -> dict[str, Any]:

@@ -61,11 +61,8 @@ class InFlight:
         dropped = set(ids)
         responses = (news for news in self._news if isinstance(news, Response))
         thrown_away = {one.request_id: len(one.token_ids) for one in responses if one.request_id in dropped}
-        self._news = [news for news in self._news if _name(news) not in dropped]
+        self._news = [n for n in self._news if (n.request_id if isinstance(n, Response) else n[0]) not in dropped]
         return thrown_away, {self._number_of.pop(name): name for name in dropped & self._number_of.keys()}
-
-    def forget_all(self) -> None:
-        self._number_of = {}
 
     def awaits_score(self, numbers: Iterable[int]) -> bool:
         return any(self.scores[number] is None for number in numbers)
@@ -85,7 +82,3 @@ def read_scores(answers: Sequence[Sequence[list[float] | Failure | None]]) -> li
 
 def _leading(news: Sequence[News], kind: type[T]) -> list[T]:
     return cast(list[T], list(takewhile(lambda item: isinstance(item, kind), news)))
-
-
-def _name(news: News) -> str:
-    return news.request_id if isinstance(news, Response) else news[0]

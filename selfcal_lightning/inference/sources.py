@@ -93,10 +93,6 @@ def cut_at(text: str, stops: Sequence[str]) -> str:
     return text[: min((at for stop in stops if (at := text.find(stop)) >= 0), default=len(text))]
 
 
-def needs_query(confidence: str | None, scorers: Sequence[SampleScorer]) -> bool:
-    return P_TRUE in {confidence, *(name for scorer in scorers for name in scorer.requires)}
-
-
 def check_live(confidence: str | None, scorers: Sequence[SampleScorer]) -> None:
     read = [*(() if confidence is None else (confidence,)), *(name for scorer in scorers for name in scorer.requires)]
     refuse_looking_ahead(dict.fromkeys(read), scorers)
@@ -185,8 +181,8 @@ class EngineSource:
 
     def prepare(self, questions: Sequence[Question], *, confidence: str | None) -> None:
         check_live(confidence, self.scorers)
-        asks = needs_query(confidence, self.scorers)
-        self.query_tokens = len(self._chat.query.suffix_ids) if asks else 0
+        read = {confidence, *(name for scorer in self.scorers for name in scorer.requires)}
+        self.query_tokens = len(self._chat.query.suffix_ids) if P_TRUE in read else 0
         draws = self._draws or (lambda q: Draws(self._chat.prompt_ids(q.messages), self._sampling, self._seed, q.id))
         prompts = {question.id: (question, draws(question)) for question in questions}
         room = self._engine.max_context - self.query_tokens - 1

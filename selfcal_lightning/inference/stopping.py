@@ -383,22 +383,18 @@ def fit_evidence(pool: PoolArrays, strategy: CGES | None = None) -> float:
     if not pool.correct.any():
         raise InputError("Expected `pool` to hold right answers, but got none.")
 
+    rows, right = np.arange(len(pool.answer)), right_codes(pool.answer, pool.correct)
+
     def loss(evidence: float) -> float:
-        return _log_loss(replace(strategy, evidence=float(evidence)), pool)
+        losses = [np.zeros(0)]
+        for column, (codes, posterior) in enumerate(replace(strategy, evidence=float(evidence))._walk(pool)):
+            known = (codes != UNREADABLE) & (column < pool.length)
+            chance = posterior[known].clip(1e-12, 1.0 - 1e-12)
+            losses.append(-np.log(np.where(right[rows, codes][known], chance, 1.0 - chance)))
+        return float(np.concatenate(losses).mean())
 
     grid = np.linspace(0.0, 1.0, 11)
     start = int(np.argmin([loss(value) for value in grid]))
     bounds = grid[max(start - 1, 0)], grid[min(start + 1, len(grid) - 1)]
     found = float(minimize_scalar(loss, bounds=bounds, method="bounded", options={"xatol": 1e-3}).x)
     return min((found, float(grid[start])), key=loss)
-
-
-def _log_loss(strategy: CGES, pool: PoolArrays) -> float:
-    """Return the mean negative log-likelihood of the leaders' correctness under their posteriors."""
-    rows, losses = np.arange(len(pool.answer)), [np.zeros(0)]
-    right = right_codes(pool.answer, pool.correct)
-    for column, (codes, posterior) in enumerate(strategy._walk(pool)):
-        known = (codes != UNREADABLE) & (column < pool.length)
-        chance = posterior[known].clip(1e-12, 1.0 - 1e-12)
-        losses.append(-np.log(np.where(right[rows, codes][known], chance, 1.0 - chance)))
-    return float(np.concatenate(losses).mean())

@@ -209,7 +209,7 @@ class OpenAIEngine:
         check_prompts(prompts, self.max_context)
         numbers = [next(self._numbers) for _ in prompts]
         self._in_flight.scores |= dict.fromkeys(numbers)
-        score = partial(self._score, token_ids=tuple(token_ids), with_adapter=with_adapter)
+        score = partial(self._probabilities, token_ids=tuple(token_ids), with_adapter=with_adapter)
         jobs = [(n, partial(score, tuple(p))) for n, p in zip(numbers, prompts, strict=True)]
         self._jobs.add(jobs, first=True)
         try:
@@ -238,8 +238,7 @@ class OpenAIEngine:
 
     def close(self) -> None:
         self._closed = True
-        self._flights = {}
-        self._in_flight.forget_all()
+        self._flights, self._in_flight = {}, InFlight()
         jobs, self._jobs = self._jobs, None
         if jobs is not None:
             jobs.close(last=self._transport.close)
@@ -329,19 +328,21 @@ class OpenAIEngine:
         if (query := request.query) is None:
             return response
         ids = (*request.context_ids, *response.token_ids, *query.suffix_ids)
-        masses = await self._probabilities(ids, (*query.yes_ids, *query.no_ids), deadline)
+        masses = await self._probabilities(ids, (*query.yes_ids, *query.no_ids), deadline=deadline)
         yes, no = masses[: len(query.yes_ids)], masses[len(query.yes_ids) :]
         return replace(response, yes_mass=mass_of(yes), no_mass=mass_of(no))
 
-    async def _score(self, prompt: tuple[int, ...], *, token_ids: tuple[int, ...], with_adapter: bool) -> list[float]:
-        return await self._probabilities(prompt, token_ids, self._time_limit(), with_adapter=with_adapter)
-
     async def _probabilities(
-        self, prompt: Sequence[int], token_ids: Sequence[int], deadline: float, *, with_adapter: bool = True
+        self,
+        prompt: Sequence[int],
+        token_ids: Sequence[int],
+        *,
+        deadline: float | None = None,
+        with_adapter: bool = True,
     ) -> list[float]:
         awake = with_adapter and ends_with_query(prompt, self._query_ids)
         name = self._facts.adapter if awake else self._facts.served_model
-        return await score(self._transport, name, prompt, token_ids, deadline)
+        return await score(self._transport, name, prompt, token_ids, deadline or self._time_limit())
 
     def _work(self, patience: float | None = None) -> None:
         with suppress(queue.Empty):

@@ -84,12 +84,7 @@ class Strategy(Protocol):
 
 
 def make_verdict(
-    question: Question,
-    samples: Sequence[Sample],
-    answer: str | None,
-    *,
-    confidence: float | None,
-    stopped_early: bool,
+    question: Question, samples: Sequence[Sample], answer: str | None, *, confidence: float | None, stopped_early: bool
 ) -> Verdict:
     """Return the verdict ``answer``; ``correct`` is that of the samples with this answer.
 

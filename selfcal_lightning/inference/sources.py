@@ -8,13 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
-from selfcal_lightning.confidence.base import (
-    P_TRUE,
-    STORED,
-    MissingConfidenceError,
-    SampleScorer,
-    add_scores,
-)
+from selfcal_lightning.confidence.base import P_TRUE, STORED, MissingConfidenceError, SampleScorer, add_scores
 from selfcal_lightning.confidence.registry import refuse_looking_ahead
 from selfcal_lightning.core.errors import InputError, RunError, check_at_least
 from selfcal_lightning.data.tasks.base import Task

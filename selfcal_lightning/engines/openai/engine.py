@@ -43,13 +43,7 @@ from selfcal_lightning.engines.openai.transport import (
     presentably,
     read_key,
 )
-from selfcal_lightning.engines.openai.wire import (
-    Flight,
-    ServerError,
-    check_sampling,
-    choose_model,
-    sample_body,
-)
+from selfcal_lightning.engines.openai.wire import Flight, ServerError, check_sampling, choose_model, sample_body
 from selfcal_lightning.models.chat_format import ChatFormat, generation_end_ids, load_tokenizer, vocabulary_size
 from selfcal_lightning.models.folders import adapter_identity, read_invocation_ids, resolve_model, weights_sha256
 from selfcal_lightning.records import Request, Response

@@ -14,7 +14,6 @@ from selfcal_lightning.core.errors import InputError, check_at_least, unknown_na
 from selfcal_lightning.data.pools.recorded import RecordedPool, load_recorded_pool
 from selfcal_lightning.data.store.manifest import StoreFingerprint
 from selfcal_lightning.data.store.sample_store import SampleStore
-from selfcal_lightning.data.tasks.judging import is_failed
 from selfcal_lightning.metrics.arrays import Floats, Integers
 from selfcal_lightning.metrics.capability import agreeing_pairs, top_share
 from selfcal_lightning.records import IMPORTED, Question, QuestionSamples, Sample, question_hash
@@ -106,23 +105,15 @@ def question_table(entries: Sequence[QuestionSamples], *, start: int = 0, stop: 
         which = f"{len(empty):,} of {len(entries):,} questions, such as {empty[0]!r},"
         raise InputError(f"{which} have no response from number {start} on. Sample more, or leave these out.")
     answers = [[sample.answer for sample in samples] for samples in counted]
+    verdicts = [entry.verdicts[start:stop] for entry in entries]
     return QuestionTable(
         question_id=np.array(ids, dtype=object),
         num_samples=np.array([len(samples) for samples in counted], dtype=np.int64),
-        num_correct=np.array([_num_correct(one.question, rows) for one, rows in zip(entries, counted, strict=True)]),
+        num_correct=np.array([math.nan if None in row else float(row.count(True)) for row in verdicts]),
         agreeing_pairs=as_column([agreeing_pairs(row) for row in answers]),
         top_share=as_column([top_share(row) for row in answers]),
         mean_logprob=np.array([_mean_logprob(samples) for samples in counted]),
     )
-
-
-def _num_correct(question: Question, samples: Sequence[Sample]) -> float:
-    """Return the number of right responses; a failed request, which nobody judged, is a wrong one."""
-    judged = question.reference is not None or any(sample.correct is not None for sample in samples)
-    verdicts = [
-        False if judged and sample.answer is None and is_failed(sample) else sample.correct for sample in samples
-    ]
-    return math.nan if None in verdicts else float(sum(map(bool, verdicts)))
 
 
 def _mean_logprob(samples: Sequence[Sample]) -> float:

@@ -77,6 +77,15 @@ def test_a_failed_request_is_a_wrong_response_and_no_missing_reference() -> None
     assert question_table([known]).num_correct.tolist() == [0.0]
 
 
+def test_a_response_without_an_answer_is_wrong_as_it_is_for_evaluate() -> None:
+    unread = Sample("a", 2, 0, "no answer here", (1, 2), "stop", None, None)
+    whole = entry("a", ["7", "8"])
+    mixed = replace(whole, samples=(*whole.samples, unread))
+    assert mixed.verdicts == [True, False, False]
+    assert question_table([mixed]).num_correct.tolist() == [1.0]
+    assert question_table([mixed], start=2).num_correct.tolist() == [0.0], "others are judged, so it has a reference"
+
+
 def test_a_store_gives_the_view(tmp_path: Path) -> None:
     store = make_store(tmp_path / "store")
     questions = [Question(f"q{i}", "t", (Message("user", "?"),), "0") for i in range(3)]
@@ -84,5 +93,5 @@ def test_a_store_gives_the_view(tmp_path: Path) -> None:
     store.join()
     table = question_table(load_recorded_pool(tmp_path / "store", texts=False).entries)
     assert table.num_samples.tolist() == [4, 4, 4]
-    assert np.isnan(table.num_correct).any(), "one of the four was judged by nobody"
+    assert table.num_correct.tolist() == [2.0, 2.0, 2.0], "one of the four has no answer, and is wrong"
     assert table.select(np.array([2, 0])).question_id.tolist() == ["q2", "q0"]

@@ -281,6 +281,8 @@ def run_fit_threshold(
     unread = [f"`{option}`" for option, is_given in of_risk.items() if is_given and risk is None]
     if unread:
         raise InputError(f"{unread[0]} is for a `risk` alone, which is guaranteed; a budget or an accuracy is not.")
+    if risk is not None and num_reshuffles != NUM_RESHUFFLES:
+        raise InputError("`num_reshuffles` is for a `budget` or an `accuracy`; a risk takes the recorded order alone.")
     check_can_answer(strategy)
     check_fitted_target(output, KIND)
     known = fusion.load_scorers(scorers)

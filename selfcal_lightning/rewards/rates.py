@@ -61,10 +61,19 @@ def read_agreement(
 
 
 def by_text(rollouts_dir: str, rates: Mapping[str, Rate]) -> dict[tuple[str, str], Rate]:
-    """Return rates by (question id, stripped text of the prefix), for readers with another tokenizer."""
-    lines = (line for _, line in read_json_lines(Path(rollouts_dir) / PREFIXES_FILE))
-    return {(line["question_id"], line["reasoning_prefix"].strip()): rates[line["id"]]
-            for line in lines if line["id"] in rates}  # fmt: skip
+    """Return rates by (question id, stripped text of the prefix), for readers with another tokenizer.
+
+    Prefixes that differ in tokens or spaces alone are one text; it has the rollouts of all.
+    """
+    found: dict[tuple[str, str], Rate] = {}
+    for _, line in read_json_lines(Path(rollouts_dir) / PREFIXES_FILE):
+        if (rate := rates.get(line["id"])) is not None:
+            place = line["question_id"], line["reasoning_prefix"].strip()
+            if (other := found.get(place)) is not None:
+                total = rate.rollouts + other.rollouts
+                rate = Rate((rate.share * rate.rollouts + other.share * other.rollouts) / total, total)
+            found[place] = rate
+    return found
 
 
 SUCCESS_KEYS = ("question", "reasoning_prefix", "success_prob")

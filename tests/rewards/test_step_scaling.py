@@ -22,6 +22,7 @@ from selfcal_lightning.data.steps import Rate
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.records import Message, Question, QuestionSamples, Sample
 from selfcal_lightning.rewards.formats import Score, reward_format
+from selfcal_lightning.rewards.rates import by_text
 from selfcal_lightning.rewards.reading import open_rewards
 from selfcal_lightning.rewards.step_scaling import StepScaler, fit_step_map, open_scaled_rewards, step_rows
 
@@ -67,6 +68,13 @@ def test_every_step_of_a_response_has_its_target() -> None:
     for kind in SCALER_KINDS:
         with pytest.raises(InputError, match="right and wrong responses to fit on, but all 4 are 1"):
             fit_step_map(kind, rows._replace(target=np.ones(4)))
+
+
+def test_prefixes_of_one_text_share_their_rollouts(tmp_path: Path) -> None:
+    lines = [{"id": f"q#{i}", "question_id": "q", "reasoning_prefix": f"One.{end}"} for i, end in enumerate(["", "\n"])]
+    (tmp_path / "prefixes.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    assert by_text(str(tmp_path), {"q#0": Rate(1.0, 3), "q#1": Rate(0.0, 1)}) == {("q", "One."): Rate(0.75, 4)}
+    assert by_text(str(tmp_path), {"q#1": Rate(0.5, 2)}) == {("q", "One."): Rate(0.5, 2)}
 
 
 @pytest.mark.parametrize("kind", ["temperature", "platt", "isotonic"])

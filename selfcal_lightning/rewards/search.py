@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from selfcal_lightning.rewards.reading import RewardReader
 
 _LEAST_SCORE = 1e-7
+_FAILED = Score(0.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -170,15 +171,19 @@ class SearchedPaths:
         """Draw further steps of each open path, and return the extended paths, which are only scored."""
         ahead = list(paths)
         for _ in range(steps):
-            ahead = yield from self.draw(ahead)
+            drawn = yield from self.draw(ahead)
+            ahead = [old if self._has_failed(new) else new for old, new in zip(ahead, drawn, strict=True)]
         return ahead
 
     def scores(self, paths: Sequence[Path]) -> list[Score]:
-        """Return the scores of paths; each path is scored once."""
-        new = unscored([tokens(path) for path in paths], self._known)
+        """Return the scores of paths; each path is scored once, and 0 if a request for it failed."""
+        new = unscored([tokens(path) for path in paths if not self._has_failed(path)], self._known)
         if new:
             self._known |= zip(new, self._scorer.score_paths(self._question, new), strict=True)  # type: ignore[arg-type]
-        return [self._known[tokens(path)] for path in paths]
+        return [_FAILED if self._has_failed(path) else self._known[tokens(path)] for path in paths]
+
+    def _has_failed(self, path: Path) -> bool:
+        return path.is_done and tokens(path) not in self._ended
 
     def verdict(self, paths: Sequence[Path]) -> Verdict:
         answers = {path: self._ended[ids].answer for path in paths if (ids := tokens(path)) in self._ended}

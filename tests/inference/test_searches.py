@@ -241,6 +241,18 @@ def test_requests_that_fail_inside_of_a_search_end_their_paths(strategy: Strateg
     assert verdict.answer == ("7" if num_failed < 3 else None)
 
 
+def test_a_step_whose_request_failed_does_not_compete_with_the_score_of_its_beginning() -> None:
+    def reply(ask: Ask) -> list[Sample]:
+        if ask.prefix is None:
+            return [Sample("q", i, 0, "So", (90 - i,), "step", None, None) for i in range(2)]
+        if ask.to_step_end:
+            return [Sample("q", 2, 0, "", (), None, None, None), Sample("q", 3, 0, "So", (90, 10), "step", None, None)]
+        return [Sample("q", 4, 0, "7", (*ask.prefix, 41), "stop", "7", True)]
+
+    assert drive(BeamSearch(Scripted(), width=2, keep=1, max_steps=3), QUESTION, reply).answer == "7"
+    assert drive(DiverseTreeSearch(Scripted(), width=2, trees=1, max_steps=2), QUESTION, reply).answer == "7"
+
+
 def test_a_score_that_is_no_number_ends_the_search() -> None:
     class Broken(Scripted):
         def score_paths(self, question: Question, paths: Sequence[tuple[int, ...]]) -> list[Score]:

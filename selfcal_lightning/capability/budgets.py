@@ -51,7 +51,7 @@ def pass_at_k_curves(
     if calibration is not None:
         most = min(most, int(calibration.truth.num_samples.min()))
     chosen = tuple(powers_of_two(most) if ks is None else sorted(set(ks)))
-    _check_within("ks", chosen, most)
+    check_within("ks", chosen, most)
     actual = np.stack([pass_at_k(test.truth.num_samples, test.truth.num_correct, k) for k in chosen])
     weights = resample_weights(len(test.truth), num_resamples=num_resamples, seed=seed)
     curves = []
@@ -68,7 +68,7 @@ def pass_at_k_curves(
     return curves
 
 
-def _check_within(name: str, values: Sequence[int], most: int) -> None:
+def check_within(name: str, values: Sequence[int], most: int) -> None:
     if not values or min(values) < 1 or max(values) > most:
         fewest = "the fewest responses that a question is judged by"
         raise InputError(f"Expected `{name}` to lie between 1 and {most}, {fewest}, but got {list(values)}.")
@@ -122,7 +122,7 @@ def solved_columns(
     """Return the budgets, and what each allocation solves on the resamples of ``weights`` [B, 1 + R]."""
     most = int(test.truth.num_samples.min())
     chosen = tuple(powers_of_two(max(most // 2, 1)) if budgets is None else budgets)
-    _check_within("budgets", chosen, most)
+    check_within("budgets", chosen, most)
     size = len(test.truth)
     totals = [budget * size for budget in chosen]
     ways = {UNIFORM: lambda total: np.full(size, total // size)} | sharing_ways(test, calibration, most)
@@ -132,7 +132,7 @@ def solved_columns(
     # What is known before a sample is drawn, where each is verified at once.
     priors = {SEQUENTIAL: (np.ones(size), np.ones(size))}
     priors |= {f"{name}, {SEQUENTIAL}": _beta(test, calibration, name) for name in test.probabilities}
-    orders = [_in_random_order(test, np.random.default_rng([seed, number])) for number in range(ORDERS)]
+    orders = [_in_random_order(test, np.random.default_rng([seed, number]), most) for number in range(ORDERS)]
     for way, (right, wrong) in priors.items():
         found = []
         for total in totals:
@@ -142,9 +142,10 @@ def solved_columns(
     return chosen, columns
 
 
-def _in_random_order(test: TestQuestions, rng: np.random.Generator) -> list[np.ndarray]:
+def _in_random_order(test: TestQuestions, rng: np.random.Generator, most: int) -> list[np.ndarray]:
+    """Return the verdicts on ``most`` responses of each question, as many as a plan may give it."""
     counts = zip(test.truth.num_samples.tolist(), test.truth.num_correct.tolist(), strict=True)
-    return [rng.permutation(np.arange(samples) < correct) for samples, correct in counts]
+    return [rng.permutation(np.arange(samples) < correct)[:most] for samples, correct in counts]
 
 
 def sharing_ways(
@@ -198,7 +199,7 @@ def compare_mixing(
     """Return what plans solve when a uniform allocation is mixed in, ``a * even + (1 - a) * plan``."""
     most = int(test.truth.num_samples.min())
     chosen = powers_of_two(max(most // 2, 1))[-1] if budget is None else budget
-    _check_within("budget", [chosen], most)
+    check_within("budget", [chosen], most)
     weights = resample_weights(len(test.truth), num_resamples=num_resamples, seed=seed)
     even = np.full(len(test.truth), chosen)
     alone = _solved(test, even) @ weights

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -22,6 +22,7 @@ from selfcal_lightning.metrics.calibration import ErrorBounds
 from selfcal_lightning.metrics.capability import drawn_verdicts, error_parts, random_brier, squared_errors, target_gap
 from selfcal_lightning.metrics.discrimination import spearman
 from selfcal_lightning.metrics.drawing import AFTER, BEFORE, GREY, RIGHT, WRONG, frame
+from selfcal_lightning.records import question_hash
 
 LEAST_JUDGES = 2
 NUM_BINS = 10
@@ -42,6 +43,12 @@ class TestQuestions:
     @property
     def probabilities(self) -> dict[str, Floats]:
         return {name: values for name, values in self.estimates.items() if is_probability(values)}
+
+    def in_fixed_order(self) -> TestQuestions:
+        """Return the questions in an order that is not the pool's; equal estimates are taken in order."""
+        rows = np.argsort([question_hash(name) for name in self.truth.question_id])
+        estimates = {name: values[rows] for name, values in self.estimates.items()}
+        return replace(self, truth=self.truth.select(rows), estimates=estimates)
 
 
 def is_probability(values: Floats) -> bool:

@@ -25,7 +25,7 @@ from selfcal_lightning.capability.question_table import CapabilityPool, load_cap
 from selfcal_lightning.confidence.scoring_model import ModelSettings
 from selfcal_lightning.confidence.splits import check_disjoint
 from selfcal_lightning.core import files
-from selfcal_lightning.core.errors import InputError, RunError, unknown_name
+from selfcal_lightning.core.errors import InputError, RunError, check_at_least, unknown_name
 from selfcal_lightning.core.progress import Stage, tell
 from selfcal_lightning.data.store.annotations import QuestionAnnotation
 from selfcal_lightning.data.tasks.registry import load_some
@@ -317,7 +317,7 @@ def _read(
 ) -> tuple[CapabilityPool, evaluation.TestQuestions]:
     read = load_capability_pool(pool, split=split, task=task, confidences=averaged_names(Path(pool), names))
     scoring.check_origins(read, names)
-    return read, evaluation.test_questions(read, names, estimate_samples=samples)
+    return read, evaluation.test_questions(read, names, estimate_samples=samples).in_fixed_order()
 
 
 def _check_folder(folder: Path) -> None:
@@ -388,7 +388,10 @@ def run_fit_capability_maps(
         ks: Fits maps to pass@k for these k; null takes every k up to the fewest responses of a question.
     """
     fitted_maps.check_maps_target(output)
-    kept = fitted_maps.maps_of(fitted_maps.calibration_questions(pool, split=split, name=estimator), estimator, ks=ks)
+    found = fitted_maps.calibration_questions(pool, split=split, name=estimator)
+    if ks is not None:
+        sampling_budgets.check_within("ks", ks, int(found.table.num_samples.min()))
+    kept = fitted_maps.maps_of(found, estimator, ks=ks)
     kept.save(output)
     maps = kept.maps
     tell(
@@ -589,6 +592,7 @@ def run_allocate(
         raise InputError(f"`budget` must be above 0 and at most {MOST_SAMPLES:,} samples a question, got {budget:g}.")
     if concentration is not None and not 0.0 < concentration < math.inf:
         raise InputError(f"`concentration` must be above 0 and finite, got {concentration:g}.")
+    check_at_least(1, maximum=maximum)
     questions = scoring.read_scores(scores)
     if unknown := [one.id for one in questions if one.capability is None]:
         raise InputError(
@@ -641,7 +645,9 @@ def run_allocate(
     }  # fmt: skip
     plan = SamplePlan({one.id: int(count) for one, count in zip(questions, given, strict=True)}, details)
     plan.save(output)
-    tell(describe_plan(given), output)
+    left = total - int(given.sum())
+    note = f"\n{left:,} of the budget's {total:,} samples are not given: `maximum` is {maximum}." if left else ""
+    tell(describe_plan(given) + note, output)
     return plan
 
 

@@ -88,7 +88,7 @@ def test_pass_at_k_by_each_way(written: Path, tmp_path: Path, capsys: pytest.Cap
         run_predict_pass_at_k(str(written / "scores.jsonl"), str(output), zero_below=[2.0])
 
 
-def test_plans_by_hand(tmp_path: Path) -> None:
+def test_plans_by_hand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     p = [0.9, 0.5, 0.1, 0.02]
     options = {"scores": known(tmp_path, [*p]), "output": str(tmp_path / "plan.json")}
     plan = run_allocate(**options, budget=2, gain="geometric")
@@ -105,6 +105,12 @@ def test_plans_by_hand(tmp_path: Path) -> None:
     assert list(plan.samples.values()) == expected.tolist()
     plan = run_allocate(**options, budget=2.25, gain="geometric", uniform_share=1.0)
     assert list(plan.samples.values()) == [3, 2, 2, 2]
+    assert "not given" not in capsys.readouterr().out
+    plan = run_allocate(**options, budget=4, gain="geometric", maximum=3, skip_below=0.1)
+    assert list(plan.samples.values()) == [3, 3, 3, 0]
+    assert "7 of the budget's 16 samples are not given: `maximum` is 3" in capsys.readouterr().out
+    with pytest.raises(InputError, match="`maximum` to be at least 1, but got 0"):
+        run_allocate(**options, gain="geometric", maximum=0)
 
 
 def test_the_concentration_is_fitted_where_none_is_given(written: Path, tmp_path: Path) -> None:
@@ -160,6 +166,9 @@ def test_what_cannot_be(written: Path, tmp_path: Path) -> None:
     (tmp_path / "wrong.jsonl").write_text('{"id": "q", "capability": 1.5}\n')
     with pytest.raises(InputError, match=r"wrong.jsonl:1: .* a number in \[0, 1\] or null"):
         read_scores(tmp_path / "wrong.jsonl")
+    for ks in ([1, 16], [0], []):
+        with pytest.raises(InputError, match=r"`ks` to lie between 1 and 8, the fewest responses .* but got \["):
+            run_fit_capability_maps(store, output, ks=ks)
     with pytest.raises(InputError, match="`ks` to be positive"):
         run_predict_pass_at_k(scores, output, ks=[0])
 
@@ -198,8 +207,8 @@ def test_a_file_gives_what_was_fitted(written: Path, tmp_path: Path, capsys: pyt
     kept = load_maps(written / "maps.json")
     assert (kept.estimator, kept.fitted_on.num_questions) == ("probe", 24)
     assert kept.maps.per_k.k == tuple(range(1, 9))
-    again = run_fit_capability_maps(str(written / "store"), str(tmp_path / "again.json"), ks=[2, 99])
-    assert again.maps.per_k.k == (2,), "eight responses say nothing of 99"
+    again = run_fit_capability_maps(str(written / "store"), str(tmp_path / "again.json"), ks=[2])
+    assert again.maps.per_k.k == (2,)
     assert again.maps.inflated == kept.maps.inflated
     assert "Fitted on 24 questions: an isotonic map" in capsys.readouterr().out
 

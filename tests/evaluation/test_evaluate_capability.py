@@ -13,7 +13,13 @@ from support.capability_pools import capability_store
 from support.number_pools import write_number_pool
 
 from selfcal_lightning.capability.budgets import compare_budgets, compare_mixing, pass_at_k_curves
-from selfcal_lightning.capability.evaluation import TestQuestions, compare_asking, compare_estimators, test_questions
+from selfcal_lightning.capability.evaluation import (
+    ORACLE,
+    TestQuestions,
+    compare_asking,
+    compare_estimators,
+    test_questions,
+)
 from selfcal_lightning.capability.question_table import QuestionTable, load_capability_pool
 from selfcal_lightning.cli import run
 from selfcal_lightning.commands.capability import run_evaluate_capability, run_fit_probe, run_score_questions
@@ -114,6 +120,26 @@ def test_budgets_by_hand() -> None:
     assert len(compare_budgets(test, test, budgets=[1], num_resamples=2)) == 9, "with the Beta gain of both"
     with pytest.raises(InputError, match=r"`budgets` to lie between 1 and 4.*got \[5\]"):
         compare_budgets(test, budgets=[5])
+
+
+def test_one_at_a_time_draws_no_more_of_a_question_than_a_plan_can() -> None:
+    test = judged([4] * 9 + [1], 4, {"p": [0.5] * 10})
+    test.truth.num_samples[9] = 20
+    rows = {row.way: row.solved[0].value for row in compare_budgets(test, budgets=[4], num_resamples=0)}
+    # Four of the last question's 20 responses, the most that a plan gives it, hold the right one at 1/5.
+    assert rows[ORACLE] == pytest.approx((9 + 1 / 5) / 10)
+    assert rows["one at a time"] == pytest.approx(rows[ORACLE], abs=0.03)
+
+
+def test_the_order_of_the_rows_decides_nothing(tmp_path: Path) -> None:
+    answers = {f"q{i}": ["12"[i % 3 > 0], "2", "3", *"11"[: i % 3], *"22"[i % 3 :], "1"] for i in range(12)}
+    rows = {name: [{"text": "", "answer": one} for one in found] for name, found in answers.items()}
+    results = []
+    for order in (rows, dict(reversed(rows.items()))):
+        pool = write_number_pool(tmp_path / "pool.jsonl", order)
+        run_evaluate_capability(str(pool), str(tmp_path / "out"), estimator="top_share", estimate_samples=2)
+        results.append(json.loads((tmp_path / "out" / "capability.json").read_text()))
+    assert results[0] == results[1]
 
 
 def test_an_even_share_is_mixed_in_by_hand() -> None:

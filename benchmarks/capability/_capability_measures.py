@@ -51,9 +51,9 @@ from selfcal_lightning.engines.settings import EngineOptions
 from selfcal_lightning.engines.transformers.engine import TransformersEngine
 from selfcal_lightning.evaluation.curves import powers_of_two
 from selfcal_lightning.evaluation.metrics import scored_responses
-from selfcal_lightning.metrics.arrays import AUROC, BRIER, ECE, Floats
+from selfcal_lightning.metrics.arrays import AUROC, BRIER, ECE, Array, Floats
 from selfcal_lightning.metrics.bootstrap import Estimate, calibration_error_bounds, resample_weights
-from selfcal_lightning.metrics.capability import pass_at_k, pass_at_k_squared_errors, squared_errors
+from selfcal_lightning.metrics.capability import pass_at_k, squared_errors
 from selfcal_lightning.metrics.discrimination import spearman
 from selfcal_lightning.records import QuestionSamples, Request, SamplingSettings, sample_seed
 
@@ -148,6 +148,16 @@ def estimate_columns(test: TestQuestions, calibration: TestQuestions, weights: F
             found[f"{name}/skill"] = 1.0 - error / spread
             found[f"{name}/ece"] = share_error_bounds(values, shares, weights)
     return found
+
+
+def pass_at_k_squared_errors(predicted: Floats, num_samples: Array, num_correct: Array, k: int) -> Floats:
+    """Compute the squared error of the predicted pass@k of each question, without sampling noise.
+
+    ``p^2 - 2 p (1 - f_k) + 1 - 2 f_k + f_2k`` with ``f_k = C(n - c, k) / C(n, k)``, the unbiased estimate of
+    ``(1 - c*)^k``. It has the expectation ``(p - pass@k)^2``; that of a single question may be negative.
+    """
+    once, twice = (1.0 - pass_at_k(num_samples, num_correct, size) for size in (k, 2 * k))
+    return predicted**2 - 2.0 * predicted * (1.0 - once) + 1.0 - 2.0 * once + twice
 
 
 def application_columns(test: TestQuestions, calibration: TestQuestions, weights: Floats) -> Columns:

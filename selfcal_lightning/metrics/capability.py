@@ -212,19 +212,6 @@ def error_parts(predicted: Array, num_correct: Array, num_samples: Array) -> Err
     return ErrorParts(float(response.mean()), float(capability.mean()), float((noise * samples).mean()))
 
 
-def pass_at_k_squared_errors(predicted: Array, num_samples: Array, num_correct: Array, k: int) -> Floats:
-    """Compute the squared error of the predicted pass@k of each question, without sampling noise.
-
-    ``p^2 - 2 p (1 - f_k) + 1 - 2 f_k + f_2k`` with ``f_k = C(n - c, k) / C(n, k)``, the unbiased estimate of
-    ``(1 - c*)^k``. It has the expectation ``(p - pass@k)^2``; that of a single question may be negative.
-    """
-    p = as_rates(predicted, "predicted")
-    if (np.asarray(num_samples) < 2 * k).any():
-        raise InputError(f"Expected `num_samples` of at least {2 * k}, twice `k`, but got {int(np.min(num_samples))}.")
-    once, twice = (1.0 - pass_at_k(num_samples, num_correct, size) for size in (k, 2 * k))
-    return p**2 - 2.0 * p * (1.0 - once) + 1.0 - 2.0 * once + twice
-
-
 def random_brier(expected_accuracy: Array) -> float | None:
     """Compute ``mean(1/3 - c* + c*^2)``, the expected squared error of a confidence drawn uniformly from [0, 1].
 

@@ -21,12 +21,6 @@ def nearest_class(target: Tensor, num_classes: int) -> Tensor:
     return torch.round(at_least_float32(target) * (num_classes - 1)).long()
 
 
-def class_confidence(logits: Tensor) -> Tensor:
-    """Return the expected share under K classes for the shares 0, 1/(K - 1), ..., 1."""
-    probabilities = at_least_float32(logits).softmax(-1)
-    return probabilities @ torch.linspace(0.0, 1.0, logits.shape[-1]).to(probabilities)
-
-
 def head_outputs(features: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor:
     values = features
     for place, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
@@ -36,8 +30,9 @@ def head_outputs(features: Tensor, weights: Sequence[Tensor], biases: Sequence[T
 
 def linked(outputs: Tensor, link: Link) -> Tensor:
     """Return the shares in [0, 1] that the outputs of a head stand for."""
-    if link == "classes":
-        return class_confidence(outputs)
+    if link == "classes":  # the expected share under K classes for the shares 0, 1/(K - 1), ..., 1
+        probabilities = at_least_float32(outputs).softmax(-1)
+        return probabilities @ torch.linspace(0.0, 1.0, outputs.shape[-1]).to(probabilities)
     column = outputs[:, 0]
     return column.sigmoid() if link == "sigmoid" else column.clamp(0.0, 1.0)
 

@@ -184,11 +184,3 @@ def trained_with(adapter: str | None) -> dict[str, str]:
     target = manifest.get("training", {}).get("rows", {}).get("target")
     found = {"query": query, TAUGHT: target if target in get_args(TaughtTarget) else None}
     return {name: value for name, value in found.items() if value is not None}
-
-
-def keep_in_store(
-    store: Path, name: str, questions: Sequence[Question], values: Sequence[float | None], origin: dict[str, Any],
-    *, overwrite: bool,
-) -> None:  # fmt: skip
-    keys = [(question.id, question_digest(question)) for question in questions]
-    QuestionAnnotation(store, name).write(dict(zip(keys, values, strict=True)), origin=origin, overwrite=overwrite)

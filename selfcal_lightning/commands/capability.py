@@ -28,6 +28,7 @@ from selfcal_lightning.core import files
 from selfcal_lightning.core.errors import InputError, RunError, check_at_least, unknown_name
 from selfcal_lightning.core.progress import Stage, tell
 from selfcal_lightning.data.store.annotations import QuestionAnnotation
+from selfcal_lightning.data.store.shards import question_digest
 from selfcal_lightning.data.tasks.registry import load_some
 from selfcal_lightning.engines.hidden_states import LevelSettings, check_gives_hidden_states
 from selfcal_lightning.engines.sampling.plan import SamplePlan, check_plan_target
@@ -173,10 +174,11 @@ def run_score_questions(
     if store_dir is not None:
         pool = load_capability_pool(store_dir, split=split, task=task)
         kept = name or estimator
-        QuestionAnnotation(store_dir, kept)  # refuses a bad name before the work
+        annotation = QuestionAnnotation(store_dir, kept)  # refuses a bad name before the work
         asked = pool.questions
         values, origin = scoring.score_questions(run, asked, pool.fingerprint, pool.path)
-        scoring.keep_in_store(pool.path, kept, asked, values, origin, overwrite=overwrite)
+        keys = [(question.id, question_digest(question)) for question in asked]
+        annotation.write(dict(zip(keys, values, strict=True)), origin=origin, overwrite=overwrite)
         written.append(f"{store_dir}/question_annotations/{kept}")
     else:
         if questions is not None:

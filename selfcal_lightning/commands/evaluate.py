@@ -164,7 +164,8 @@ def run_evaluate(
             engine=engine != EngineSettings(), num_samples=num_samples != SamplingOptions.num_samples,
             query=query != DEFAULT_QUERY, devices=devices != SamplingOptions.devices,
         )  # fmt: skip
-        planning.check_share(calibration_share)
+        if calibration_share is not None and not 0.0 < calibration_share < 1.0:
+            raise InputError(f"Expected `calibration_share` to lie between 0 and 1, but got {calibration_share}.")
         sources = _sources(pools, task), _sources(calibration_pools or [], task)
         plan = planning.plan_pools(*sources, folder)
     else:

@@ -82,8 +82,10 @@ def pool_keys(test: str, pools: Mapping[str, RecordedPool], name: str | None, *,
         keys |= summary_keys(test, side, pool.entries, name=name)
         if name is None or not num_resamples:
             keys |= _accuracy(test, side, pool.entries, num_resamples=num_resamples)
-        else:
-            keys |= _metrics(test, side, pool.entries, name, num_resamples=num_resamples)
+            continue
+        keys[f"own.{test}.ece_debiased.{side}"] = debiased_error(pool.entries, name)
+        for metric, found in own_metrics(pool.entries, name, num_resamples=num_resamples).items():
+            keys |= estimate_keys(f"own.{test}.{SHORT_NAMES[metric]}.{side}", found)
     return keys
 
 
@@ -92,13 +94,6 @@ def own_confidence(pools: Sequence[RecordedPool]) -> str | None:
     if all(any(has_confidence(entry, P_TRUE) for entry in pool.entries) for pool in pools):
         return P_TRUE
     return next(iter(shared_probabilities(pools)), None)
-
-
-def _metrics(test: str, side: str, pool: Pool, name: str, *, num_resamples: int) -> dict[str, Any]:
-    flat: dict[str, Any] = {f"own.{test}.ece_debiased.{side}": debiased_error(pool, name)}
-    for metric, found in own_metrics(pool, name, num_resamples=num_resamples).items():
-        flat |= estimate_keys(f"own.{test}.{SHORT_NAMES[metric]}.{side}", found)
-    return flat
 
 
 def _accuracy(test: str, side: str, pool: Pool, *, num_resamples: int) -> dict[str, Any]:
@@ -182,11 +177,6 @@ def votes_table(rows: Sequence[VoteRow]) -> Table:
         pairs = zip(heads, cells, strict=True)
         table.add_row(*(cell if head.startswith(CHANGE) else cell.partition(" [")[0] for head, cell in pairs))
     return table
-
-
-def votes_markdown(rows: Sequence[VoteRow]) -> str:
-    heads, lines = _cells(rows)
-    return markdown_table(heads, lines, rule=f"|---:|---|{'---:|' * (len(heads) - 2)}")
 
 
 def votes_figure(rows: Sequence[VoteRow]) -> Figure:
@@ -278,7 +268,9 @@ def compare_votes(
         votes = [row for row in rows if row.side != CHANGE]
         shown = [*votes, *(row for row in rows if row.side == CHANGE and row.is_weighted)]
         Console().print(votes_table(shown))
-        write_atomically(folder / "votes.md", (votes_markdown(shown) + "\n").encode())
+        heads, lines = _cells(shown)
+        text = markdown_table(heads, lines, rule=f"|---:|---|{'---:|' * (len(heads) - 2)}")
+        write_atomically(folder / "votes.md", f"{text}\n".encode())
         save_figure(votes_figure(votes), folder / "votes.png", dpi=120)
     return keys
 

@@ -299,8 +299,11 @@ def sample_models(inputs: ModelInputs, *, replayed: bool = False) -> Inputs:
     """Sample all questions from every model, or continue where an earlier run stopped; see ``read_pools``."""
     tests, calibration, sides = inputs.tests, inputs.calibration, inputs.sides
     check_names(tests)
-    if calibration is not None:
-        _check_questions(tests, calibration)
+    if calibration is not None:  # shared questions are refused before anything is sampled
+        fitted_on = load_source(calibration, calibration.task)
+        for test in tests:
+            names = (f"`{CALIBRATION}`", f"test set {test.name!r}")
+            check_disjoint(fitted_on, load_source(test, test.task), names=names, way_out=DISJOINT)
     found: dict[str, dict[str, RecordedPool]] = {test.name: {} for test in tests}
     places = {side: inputs.folder / "samples" / (model.responses_of or side) for side, model in sides.items()}
     for side, model in sides.items():
@@ -385,14 +388,6 @@ def _same_questions(test: str, pools: Mapping[str, RecordedPool]) -> dict[str, R
             )
         aligned[side] = replace(pool, entries=tuple(entries))
     return aligned
-
-
-def _check_questions(tests: Sequence[TestSet], calibration: TestSet) -> None:
-    """Refuse a test set that shares questions with the calibration split, before anything is sampled."""
-    fitted_on = load_source(calibration, calibration.task)
-    for test in tests:
-        names = (f"`{CALIBRATION}`", f"test set {test.name!r}")
-        check_disjoint(fitted_on, load_source(test, test.task), names=names, way_out=DISJOINT)
 
 
 def _read(source: PoolSource, *, texts: bool, token_ids: bool) -> RecordedPool:

@@ -29,7 +29,6 @@ from selfcal_lightning.evaluation.statistics import (
 from selfcal_lightning.evaluation.strategies import StrategyReport
 from selfcal_lightning.evaluation.tables import DASH, STYLES, csv_text, format_estimate, markdown_table, rich_table
 from selfcal_lightning.metrics.bootstrap import Estimate
-from selfcal_lightning.metrics.curves import Proportion
 from selfcal_lightning.metrics.drawing import number
 
 DPI = 120
@@ -336,22 +335,18 @@ def _saving_cells(row: SavingRow) -> list[str]:
 
 
 def _consensus_cells(row: ConsensusRow, scores: Mapping[str, Sequence[str]]) -> list[str]:
-    name = row.confidence or ""
+    name, right = row.confidence or "", row.correct
     return [
         row.confidence or "votes alone",
         *(scores.get(name) or (DASH, DASH, DASH)),
         f"{row.share.value:.1%}" if row.share.value is not None else DASH,
-        _proportion(row.correct),
+        "none" if right.value is None else f"{right.value:.3f} [{right.low:.3f}, {right.high:.3f}] of {right.count}",
         number(row.aurc),
     ]
 
 
 def _who(contender: Contender) -> list[str]:
     return [contender.side, contender.strategy, contender.confidence or DASH]
-
-
-def _proportion(found: Proportion) -> str:
-    return "none" if found.value is None else f"{found.value:.3f} [{found.low:.3f}, {found.high:.3f}] of {found.count}"
 
 
 def _tokens(saved: Estimate) -> str:

@@ -217,7 +217,10 @@ def _row(
             {
                 "a": [-1 if s.answer is None else answers.setdefault(s.answer, len(answers)) for s in samples],
                 "c": [-1 if s.correct is None else int(s.correct) for s in samples],
-                "p": [[_rounded(confidence_of(s, name)) for s in samples] for name in confidences],
+                "p": [
+                    [None if (value := confidence_of(s, name)) is None else round(value, 6) for s in samples]
+                    for name in confidences
+                ],
                 "n": [s.num_tokens for s in samples],
                 "f": [int(s.finish == "length") for s in samples],
             }
@@ -231,10 +234,6 @@ def _row(
         "a": [f"answer {place + 1}" for place in answers.values()] if redact else list(answers),
         "s": runs,
     }
-
-
-def _rounded(value: float | None) -> float | None:
-    return None if value is None else round(value, 6)
 
 
 def _texts(

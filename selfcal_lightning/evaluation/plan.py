@@ -82,11 +82,6 @@ def plan_pools(pools: Sequence[PoolSource], calibration: Sequence[PoolSource], f
     return plan
 
 
-def check_share(share: float | None) -> None:
-    if share is not None and not 0.0 < share < 1.0:
-        raise InputError(f"Expected `calibration_share` to lie between 0 and 1, but got {share}.")
-
-
 def _results(folder: Path) -> Place:
     return Place("tables, figures and results.json", str(folder))
 
@@ -106,7 +101,7 @@ def check_evaluation_folder(folder: Path) -> None:
     """Refuse a folder in which an evaluation would replace what is not of an earlier one."""
     check_results_folder(folder, option="output_dir")
     taken = sorted({path.name for pattern in WRITTEN for path in folder.glob(pattern)})
-    if taken and not is_evaluation(folder):
+    if taken and (json_object_or_none(folder / ARGUMENTS) or {}).get("format") != FORMAT:
         other = f"{folder}, where {', '.join(taken[:3])} would be replaced and is something else"
         raise InputError(f"Expected `output_dir` to be new, or to hold an earlier evaluation, but got {other}.")
 
@@ -128,7 +123,3 @@ def remove_earlier(earlier: Mapping[Path, int]) -> None:
     for path, written in earlier.items():
         if path.stat().st_mtime_ns == written:
             path.unlink()
-
-
-def is_evaluation(folder: Path) -> bool:
-    return (json_object_or_none(folder / ARGUMENTS) or {}).get("format") == FORMAT

@@ -153,17 +153,13 @@ class TrainingCost:
         """Return the cost in generated tokens."""
         if self.seconds is not None and self.tokens_per_second is not None:
             return self.seconds * self.tokens_per_second
-        stored = 0.0 if self.store is None else stored_tokens(self.store)
+        stored: int | None = 0
+        if self.store is not None:  # all samples of round 0, with their confidence queries
+            pool = load_recorded_pool(self.store, texts=False)
+            stored = total_tokens((sample for entry in pool.entries for sample in entry.samples), pool.query_tokens)
+        if stored is None:
+            raise InputError(f"Expected the lengths of all responses in {self.store}, but some are unknown.")
         return self.generated_tokens + stored + self.trained_tokens * self.trained_token_price
-
-
-def stored_tokens(store: str) -> float:
-    """Return the tokens of all samples of a store (round 0), those of their confidence queries too."""
-    pool = load_recorded_pool(store, texts=False)
-    total = total_tokens((sample for entry in pool.entries for sample in entry.samples), pool.query_tokens)
-    if total is None:
-        raise InputError(f"Expected the lengths of all responses in {store}, but some are unknown.")
-    return float(total)
 
 
 class SideStrategies:
@@ -271,7 +267,8 @@ def run_strategies(
 
 
 def report_on(test: EvaluatedTest, resampled: Sequence[Resampled], settings: StrategySettings) -> StrategyReport:
-    savings = saving_rows(resampled, settings.targets or default_targets(test.width))
+    targets = settings.targets or [target for target in (4, 8, 16) if target <= test.width] or [test.width]
+    savings = saving_rows(resampled, targets)
     budgets = budget_rows(resampled, settings.budgets or powers_of_two(test.width))
     tables = {
         side: ResponseTable.from_pool(weighed.pool.entries, weighed.confidences) for side, weighed in test.pools.items()
@@ -304,10 +301,6 @@ def report_on(test: EvaluatedTest, resampled: Sequence[Resampled], settings: Str
         ],
         notes=_notes(test, settings, has_calibration=has_calibration),
     )
-
-
-def default_targets(width: int) -> list[int]:
-    return [target for target in (4, 8, 16) if target <= width] or [width]
 
 
 def _reliability(weighed: WeighedPool, table: ResponseTable) -> dict[str, ReliabilityBins]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Generator, Hashable, Sequence
+from collections.abc import Generator, Hashable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
@@ -56,11 +56,6 @@ def grow(paths: Sequence[Path], continuations: Sequence[Sequence[Continuation]])
 def distinct(paths: Sequence[Path]) -> list[int]:
     """Return the positions of the first of equal paths, in order."""
     return sorted({path: position for position, path in reversed(list(enumerate(paths)))}.values())
-
-
-def unscored(keys: Sequence[Hashable], known: Collection[Hashable]) -> list[Hashable]:
-    """Return the keys without a score, each once, in order."""
-    return [key for key in dict.fromkeys(keys) if key not in known]
 
 
 def particle_weights(scores: Array) -> Floats:
@@ -177,9 +172,9 @@ class SearchedPaths:
 
     def scores(self, paths: Sequence[Path]) -> list[Score]:
         """Return the scores of paths; each path is scored once, and 0 if a request for it failed."""
-        new = unscored([tokens(path) for path in paths if not self._has_failed(path)], self._known)
-        if new:
-            self._known |= zip(new, self._scorer.score_paths(self._question, new), strict=True)  # type: ignore[arg-type]
+        wanted = dict.fromkeys(tokens(path) for path in paths if not self._has_failed(path))
+        if new := [ids for ids in wanted if ids not in self._known]:
+            self._known |= zip(new, self._scorer.score_paths(self._question, new), strict=True)
         return [_FAILED if self._has_failed(path) else self._known[tokens(path)] for path in paths]
 
     def _has_failed(self, path: Path) -> bool:

@@ -32,7 +32,7 @@ from _adapt_tables import (
     run_guarded,
     targets,
 )
-from shared.estimates import Measured, difference
+from shared.estimates import Measured, difference, mean_over_seeds
 from shared.study import Options, Study
 
 from selfcal_lightning.adaptation.evaluation import (
@@ -54,7 +54,7 @@ from selfcal_lightning.data.store.overview import counted_samples
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.engines.settings import EngineSettings
 from selfcal_lightning.metrics.arrays import PASS_AT_1, Floats
-from selfcal_lightning.metrics.bootstrap import Estimate, estimate_of, mean_over_seeds, resample_weights
+from selfcal_lightning.metrics.bootstrap import Estimate, estimate_of, resample_weights
 from selfcal_lightning.models.folders import config_path, read_manifest
 from selfcal_lightning.records import Question, SamplingSettings
 

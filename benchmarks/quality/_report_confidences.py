@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from shared.estimates import RESAMPLES, samples_needed
+from shared.estimates import RESAMPLES, mean_over_seeds, samples_needed
 from shared.jobs import run
 from shared.study import SAMPLED, SPLITS, TASK, Options, configuration, train_on, write_configuration
 
@@ -32,7 +32,7 @@ from selfcal_lightning.engines.transformers.engine import TransformersEngine
 from selfcal_lightning.evaluation.calibration import vote_hits
 from selfcal_lightning.evaluation.curves import Reshuffles
 from selfcal_lightning.metrics.arrays import Floats
-from selfcal_lightning.metrics.bootstrap import Estimate, estimate_or_never, mean_over_seeds, resample_weights
+from selfcal_lightning.metrics.bootstrap import Estimate, estimate_or_never, resample_weights
 from selfcal_lightning.metrics.capability import agreeing_pairs
 from selfcal_lightning.metrics.consistency import vote_share
 from selfcal_lightning.models.chat_format import ChatFormat

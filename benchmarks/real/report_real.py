@@ -49,7 +49,7 @@ from _real_jobs import (
 )
 from _states import MEAN, QUERY, RESPONSE, agreement, fit_probes, labels
 from matplotlib.figure import Figure
-from shared.estimates import RESAMPLES, errors_over_seeds, metric_columns, samples_needed
+from shared.estimates import RESAMPLES, errors_over_seeds, mean_over_seeds, metric_columns, samples_needed
 from shared.study import Options, Study
 from shared.tables import show, table, triple
 
@@ -69,7 +69,6 @@ from selfcal_lightning.metrics.bootstrap import (
     bootstrap_interval,
     calibration_error_bounds,
     estimate_of,
-    mean_over_seeds,
     resample_weights,
 )
 from selfcal_lightning.metrics.calibration import ErrorBounds

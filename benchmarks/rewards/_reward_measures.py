@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from shared.estimates import RESAMPLES, error_difference, errors_over_seeds, estimated
+from shared.estimates import RESAMPLES, error_difference, errors_over_seeds, estimated, mean_over_seeds
 from shared.jobs import run_once
 from shared.study import SAMPLED, SPLITS, TASK, TESTS, Options, configuration, train_on, write_configuration
 
@@ -26,7 +26,7 @@ from selfcal_lightning.inference.stopping import EarlyStopping
 from selfcal_lightning.inference.thresholds import GridOutcome
 from selfcal_lightning.inference.voting import BestOfN, SelfConsistency
 from selfcal_lightning.metrics.arrays import Array, Floats
-from selfcal_lightning.metrics.bootstrap import Estimate, estimate_of, mean_over_seeds, resample_weights
+from selfcal_lightning.metrics.bootstrap import Estimate, estimate_of, resample_weights
 from selfcal_lightning.metrics.calibration import ErrorBounds
 from selfcal_lightning.metrics.consistency import vote_share
 from selfcal_lightning.models.chat_format import ChatFormat, load_tokenizer

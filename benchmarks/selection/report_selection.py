@@ -15,7 +15,7 @@ from typing import Any, cast
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
-from shared.estimates import RESAMPLES, metric_columns
+from shared.estimates import RESAMPLES, mean_over_seeds, metric_columns
 from shared.study import Options, Study
 from shared.tables import Criterion, criteria_table, exactly, held, section, show, table, triple
 
@@ -39,7 +39,7 @@ from selfcal_lightning.confidence.estimators import WEIGHTS
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.engines.settings import EngineSettings
 from selfcal_lightning.metrics.arrays import AUROC, WITHIN_QUESTION_AUROC, Floats
-from selfcal_lightning.metrics.bootstrap import Estimate, estimate_of, mean_over_seeds, resample_weights
+from selfcal_lightning.metrics.bootstrap import Estimate, estimate_of, resample_weights
 from selfcal_lightning.records import QuestionSamples, Sample, SamplingSettings
 
 CRITERIA = (

@@ -375,18 +375,3 @@ def estimate_or_never(column: Floats, *, never: float) -> Estimate:
     ends = np.quantile(filled, 0.025, method="lower"), np.quantile(filled, 0.975, method="higher")
     low, high = (float(end) if np.isfinite(end) else None for end in ends)
     return Estimate(float(value), low, high, undefined)
-
-
-def seed_weights(num_seeds: int, *, num_resamples: int = 1000) -> Floats:
-    """Return the weight of each seed in the mean, then in R draws of as many seeds with replacement [1 + R, S]."""
-    draws = np.random.default_rng(0).multinomial(num_seeds, np.full(num_seeds, 1.0 / num_seeds), size=num_resamples)
-    return np.vstack([np.ones(num_seeds), draws]) / num_seeds
-
-
-def mean_over_seeds(columns: Floats) -> Floats:
-    """Return the mean over seeds of columns [S, ..., 1 + R], each resample with its own draw of the seeds [..., 1 + R].
-
-    The first entry of a column is its value, the others are its resamples, which draw the same questions for all seeds.
-    """
-    weights = seed_weights(len(columns), num_resamples=columns.shape[-1] - 1)
-    return np.einsum("s...r,rs->...r", columns, weights)

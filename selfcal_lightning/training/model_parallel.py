@@ -68,9 +68,17 @@ def decides_at_epoch_end(trainer: Trainer, callback: EarlyStopping | Timer) -> b
 
 
 def begin_epoch_after_whole_one(trainer: Trainer) -> None:
-    """Let Lightning count the epoch that follows a checkpoint of the last batch of an epoch."""
+    """Let Lightning count the epoch that follows a checkpoint of the last batch of an epoch.
+
+    Its batches are counted as so many micro-batches as this run has, or Lightning would train the missing ones.
+    """
     loop = trainer.fit_loop
     epoch: Any = loop.epoch_progress.current
+    batches = loop.epoch_loop.batch_progress
+    if loop.restarted_mid_epoch and batches.is_last_batch:
+        counts = vars(batches.current)
+        missing = trainer.num_training_batches - counts["processed"]
+        counts.update({name: count + missing for name, count in counts.items()})
     if loop.restarted_mid_epoch and epoch.ready == epoch.processed:
         loop.reset_restart_stage()
 

@@ -138,6 +138,31 @@ def test_a_run_stopped_inside_a_step_takes_all_of_it(pool: Pool, store_dir: str,
         assert largest_difference(trained_state(rest), trained_state(unbroken)) == 0.0, stop
 
 
+@pytest.mark.parametrize("length", [{"max_epochs": 3}, {"max_epochs": -1, "max_steps": 15}])
+@pytest.mark.parametrize(("before", "after"), [((4, 1), (2, 2)), ((2, 2), (4, 1))])
+def test_an_epochs_last_batch_is_its_end_for_other_micro_batches_too(
+    pool: Pool,
+    store_dir: str,
+    tmp_path: Path,
+    before: tuple[int, int],
+    after: tuple[int, int],
+    length: dict[str, int],
+) -> None:
+    def run(size: tuple[int, int], folder: Path, **more: Any) -> list[list[int]]:
+        """Return the rows of every optimiser step, of micro-batches of ``size``: (rows, accumulated)."""
+        module = TrainedRecorder(pool.model, folder)
+        data = pool.data(store_dir, batch_size=size[0], total_tuples=20)
+        fit(data, module=module, accumulate_grad_batches=size[1], limit_val_batches=1, **length, **more)
+        return [sorted(row for step, _, rows in module.seen if step == n for row in rows) for n in range(15)]
+
+    unbroken = run(before, tmp_path)
+    last = 5 * before[1]
+    for stop, step in {f"{last}": 5, f"validated-{last}": 5, f"{2 * last}": 10, f"validated-{2 * last}": 10}.items():
+        rest = run(after, tmp_path / "resumed", ckpt_path=str(tmp_path / f"{stop}.ckpt"))
+        assert rest[step:] == unbroken[step:], stop
+        assert not any(rest[:step]), stop
+
+
 def test_changed_rows_or_settings_stop_a_resumed_epoch(pool: Pool, store_dir: str, tmp_path: Path) -> None:
     fit(pool.data(store_dir), **keeping(tmp_path), max_epochs=1)
     with pytest.raises(ValueError, match=r"`rows_per_step` was 2 and is 4.*epoch's end"):

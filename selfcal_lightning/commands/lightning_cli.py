@@ -83,10 +83,14 @@ def stopped_text(trainer: Trainer, ckpt_path: str | None) -> str:
     files = _checkpoints(trainer)
     if not files:
         return f"{kept}; training starts over, since no ModelCheckpoint with a `dirpath` is among `trainer.callbacks`."
-    newest = f"from the newest checkpoint in {files[0].dirpath}"
+    found = next((one.dirpath for one in files if one.save_last), None)
+    if found is None:
+        one = f"a file in {files[0].dirpath} as `--ckpt_path`, else from the start"
+        return f"{kept}; training resumes with {one}: no ModelCheckpoint has `save_last: true`, as `last` needs."
+    newest = f"from the newest checkpoint in {found}"
     if ckpt_path == LAST:
         return f"{kept}, and with training {newest}."
-    return f"{kept}; training resumes {newest} with `--ckpt_path last`, else from the start."
+    return f"{kept}; training resumes {newest} with `--ckpt_path last`, else from {ckpt_path or 'the start'}."
 
 
 def _checkpoints(trainer: Trainer) -> list[ModelCheckpoint]:

@@ -12,7 +12,9 @@ from typing import Any, NoReturn
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from support.command_lines import Refused, exit_status
+from support.module_batches import quiet_trainer
 from support.options import nested
 from support.ssc_pools import Pool
 from support.strategy_pools import make_entry
@@ -20,6 +22,7 @@ from support.training_runs import data_module, generation, module_of, trainer_wi
 
 from selfcal_lightning.cli import run
 from selfcal_lightning.commands.generate import run_generate
+from selfcal_lightning.commands.lightning_cli import stopped_text
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.core.plan import Place, Plan, Sampling, Speed, Training, check_places, merge_plans, show_seconds
 from selfcal_lightning.inference.thresholds import fit_risk_threshold
@@ -86,6 +89,18 @@ def test_fit_shows_its_plan_and_does_nothing(here: Path, planned: Callable[[list
     assert "training starts over, since no ModelCheckpoint" in plan
     assert "runs/demo/adapter (adapter)" in plan
     assert list(here.iterdir()) == []
+
+
+def test_how_a_stopped_training_continues_is_told(tmp_path: Path) -> None:
+    def told(ckpt_path: str | None, **saved: Any) -> str:
+        one = ModelCheckpoint(tmp_path, every_n_train_steps=1, **saved)
+        return stopped_text(quiet_trainer(callbacks=[one], enable_checkpointing=True), ckpt_path)
+
+    newest = f"from the newest checkpoint in {tmp_path}"
+    assert told("last", save_last=True).endswith(f"and with training {newest}.")
+    assert told("a.ckpt", save_last=True).endswith(f"{newest} with `--ckpt_path last`, else from a.ckpt.")
+    for ckpt_path in (None, "last"):  # Lightning looks for names that begin with "last"
+        assert f"with a file in {tmp_path} as `--ckpt_path`, else from the start" in told(ckpt_path)
 
 
 @pytest.mark.slow

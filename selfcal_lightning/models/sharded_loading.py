@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -255,7 +255,7 @@ def files_on_this_disk(model: str, *, revision: str | None = None) -> WeightFile
         return None
 
 
-def frozen_bytes(files: WeightFiles, *, dtype: Literal["auto", "float32", "bfloat16"], nf4: bool) -> int:
+def frozen_bytes(files: WeightFiles, *, dtype: Dtype, nf4: bool) -> int:
     held = files.total_bytes if dtype == "auto" else files.bytes_in(getattr(torch, dtype))
     if not nf4:
         return held

@@ -99,9 +99,23 @@ class CalibratedModel(ScoringModule, ABC):
             check_support(trainer, memory, lora=self.lora is not None, auxiliary=bool(self.auxiliary))
             quantization.check_installed(quantization=memory.quantization, optimizer=memory.optimizer)
         folders.check_model_folder(self.base_model, option="base_model")
+        if trainer is not None:
+            self._check_dtype(trainer)
         if self.model is None:
             check_architecture(
                 self.base_model, self.lora, revision=self.revision, attn_implementation=self.attn_implementation
+            )
+
+    def _check_dtype(self, trainer: Trainer) -> None:
+        """Refuse weights in float16 without a gradient scaler: small gradients would become zero."""
+        dtype: str = self.adapter.dtype_on(trainer.strategy.root_device)
+        if dtype == "auto" and self.memory.quantization is None:
+            stored = folders.load_config(self.base_model, revision=self.revision).dtype
+            dtype = str(stored).removeprefix("torch.")
+        if dtype == "float16" and trainer.precision != "16-mixed":
+            raise InputError(
+                f"`torch_dtype` {self.adapter.torch_dtype!r} would load {self.base_model!r} in float16, which needs "
+                f"`trainer.precision` 16-mixed, but got {trainer.precision!r}. Set `torch_dtype: bfloat16` or float32."
             )
 
     def plan_run(self, verb: str, trainer: Trainer, module: object, data: object) -> Plan:
@@ -141,12 +155,10 @@ class CalibratedModel(ScoringModule, ABC):
             return
         self.check_support()
         self._read_tokenizer()
-        dtype, lora, seed, memory = self.adapter.torch_dtype, self.lora, self.adapter.seed, self.memory
+        lora, seed, memory = self.lora, self.adapter.seed, self.memory
         # The module itself still says that it is on the CPU: it is moved after this hook.
         strategy = None if trainer_of(self) is None else self.trainer.strategy
         device = self.device if strategy is None else strategy.root_device
-        if dtype == "auto" and (lora is None or device.type == "cpu"):
-            dtype = "float32"
         exclude_cudnn(device)
         folders.model_folder(self.base_model, revision=self.revision)  # a model of the hub is hashed where it lies
         # Hashing reads the files: one process does it for all.
@@ -154,8 +166,10 @@ class CalibratedModel(ScoringModule, ABC):
         identity = folders.base_model_identity(self.base_model, revision=self.revision) if first else {}
         self.identity = identity if strategy is None else strategy.broadcast(identity)
         loading: dict[str, Any] = {
-            "revision": self.revision, "dtype": dtype, "attn_implementation": self.attn_implementation,
-        }  # fmt: skip
+            "revision": self.revision,
+            "dtype": self.adapter.dtype_on(device),
+            "attn_implementation": self.attn_implementation,
+        }
         if isinstance(strategy, AdapterModelParallelStrategy):
             self.model = strategy.load_model(
                 self.base_model, lora=lora, seed=seed, gradient_checkpointing=memory.gradient_checkpointing, **loading
@@ -197,8 +211,9 @@ class CalibratedModel(ScoringModule, ABC):
     def from_checkpoint(cls, path: str, *, base_model: str | None, dtype: str) -> Self:
         """Return the module of a checkpoint on its base model as stored, even if training quantised it."""
         place: dict[str, Any] = {} if base_model is None else {"base_model": base_model, "revision": None}
-        # Of those, a module takes the ones that it has.
-        place |= {"torch_dtype": dtype, "quantization": None, "gradient_checkpointing": False, "recompute_above": 0}
+        # Of those, a module takes the ones that it has. Flash attention need not be installed here.
+        place |= {"torch_dtype": dtype, "quantization": None, "attn_implementation": None}
+        place |= {"gradient_checkpointing": False, "recompute_above": 0}
         return cls.load_from_checkpoint(path, map_location="cpu", **place)
 
     # ---- packed rows

@@ -36,12 +36,10 @@ def plan_memory(
 ) -> Memory:
     """Return the least memory that the model and its training take in each of ``shards`` FSDP2 processes."""
     available, name = available_bytes(device), "CPU" if device.type == "cpu" else "GPU"
-    dtype, lora, nf4 = adapter.torch_dtype, adapter.lora, memory.quantization is not None
+    dtype, lora, nf4 = adapter.dtype_on(device), adapter.lora, memory.quantization is not None
     files = sharded_loading.files_on_this_disk(adapter.base_model, revision=adapter.revision)
     if files is None:
         return Memory(None, None, available, name, processes=shards)
-    if dtype == "auto" and (lora is None or device.type == "cpu"):
-        dtype = "float32"
     each = sharded_loading.BYTES_PER_TRAINED[memory.optimizer] if trains else 4
     if lora is None:
         trained = (each - 4) * sharded_loading.all_numbers(files)

@@ -9,10 +9,13 @@ from dataclasses import dataclass
 from inspect import get_annotations
 from typing import Any, Literal, get_args, get_origin
 
+import torch
+
 from selfcal_lightning.core.errors import InputError, check_at_least, unknown_name
 from selfcal_lightning.models.chat_format import DEFAULT_QUERY, Prompt
 from selfcal_lightning.models.lora import FIRST, LoraSettings
 from selfcal_lightning.models.quantization import OptimizerName, Quantization
+from selfcal_lightning.records import Dtype
 
 DEFAULT_OMEGA = 0.1  # of the paper
 NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
@@ -52,7 +55,7 @@ class AdapterSettings:
     base_model: str
     revision: str | None = None
     lora: LoraSettings | None = None
-    torch_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    torch_dtype: Dtype = "auto"
     attn_implementation: str | None = None
     query: str = DEFAULT_QUERY
     prompt: Prompt | None = None
@@ -70,6 +73,11 @@ class AdapterSettings:
     @property
     def activated(self) -> bool:
         return self.lora is not None and self.lora.activated
+
+    def dtype_on(self, device: torch.device) -> Dtype:
+        """Return the type that the weights are loaded in; "auto" is the stored one."""
+        is_float32 = self.torch_dtype == "auto" and (self.lora is None or device.type == "cpu")
+        return "float32" if is_float32 else self.torch_dtype
 
 
 @dataclass(frozen=True)

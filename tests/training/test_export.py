@@ -109,6 +109,22 @@ def test_fully_trained_model_is_exported_whole(tiny_model: str, tmp_path: Path) 
         torch.testing.assert_close(loaded(IDS).logits, expected, atol=1e-4, rtol=0)
 
 
+def test_a_checkpoint_is_exported_without_the_attention_and_in_the_type_that_training_had_not(
+    tiny_model: str, tmp_path: Path
+) -> None:
+    base = load_causal_lm(tiny_model, dtype="float16")
+    base.save_pretrained(tmp_path / "half")
+    AutoTokenizer.from_pretrained(tiny_model).save_pretrained(tmp_path / "half")
+    module = shaken(str(tmp_path / "half"))
+    module.hparams["attn_implementation"] = "flash_attention_2"
+    given = checkpoint(module, tmp_path / "last.ckpt")
+    merged = AutoModelForCausalLM.from_pretrained(run_export(given, str(tmp_path / "merged")))
+    assert merged.dtype == torch.float16
+    torch.testing.assert_close(merged.float().eval()(IDS).logits, module.model(IDS).logits, atol=0.05, rtol=0)
+    adapter = Path(run_export(given, str(tmp_path / "adapter"), merge=False))
+    assert read_manifest(adapter)["hyper_parameters"]["attn_implementation"] == "flash_attention_2"
+
+
 @pytest.mark.parametrize("source", ["adapter", "checkpoint"])
 def test_another_base_model_is_refused(
     module: SelfCalibrationModule, adapter: Path, tmp_path: Path, tiny_model: str, source: str

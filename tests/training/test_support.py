@@ -14,11 +14,13 @@ from lightning.pytorch.strategies import (
     DeepSpeedStrategy,
     FSDPStrategy,
     ModelParallelStrategy,
+    SingleDeviceStrategy,
     Strategy,
     XLAStrategy,
 )
 from support.house import ROOT
 from support.module_batches import module_of, quiet_trainer
+from support.other_models import change_json, plain_copy
 from support.trainers import trainer_of
 from support.training_runs import data_module, generation
 from transformers import LlamaConfig
@@ -58,6 +60,21 @@ def test_what_the_table_says_is_what_happens(way: str, feature: str) -> None:
         assert REASONS[feature, way] in str(caught.value)
     else:
         check_support(trainer_of(way, precision), memory, **asked)
+
+
+@pytest.mark.parametrize("settings", [{"torch_dtype": "auto"}, {"torch_dtype": "bfloat16"}, {"lora": None}])
+def test_float16_weights_need_a_gradient_scaler(tiny_model: str, tmp_path: Path, settings: dict[str, Any]) -> None:
+    plain_copy(tiny_model, tmp_path / "half")
+    change_json(tmp_path / "half" / "config.json", dtype="float16")
+    module = module_of(str(tmp_path / "half"), **{"torch_dtype": "auto"} | settings)
+    trainer = trainer_of("one process", "bf16-mixed")
+    module.check_support(trainer)  # float32 on a CPU
+    trainer.strategy = SingleDeviceStrategy("cuda:0")
+    if settings == {"torch_dtype": "auto"}:
+        with pytest.raises(InputError, match=r"`torch_dtype` 'auto' would load .*/half' in float16.*'bf16-mixed'"):
+            module.check_support(trainer)
+        trainer.precision = "16-mixed"
+    module.check_support(trainer)
 
 
 def test_the_guide_imports_what_it_names() -> None:

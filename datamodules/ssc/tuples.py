@@ -98,15 +98,6 @@ def check_auxiliary(
         )
 
 
-def mix_in_teacher(target: FloatArray, index: SampleIndex, recipe: TargetRecipe) -> FloatArray:
-    """Return every row's target mixed with its soft label, nan where either is nan, [R]."""
-    if recipe.teacher is None:
-        return target
-    taught = recipe.teacher.transform(_feature_columns(index, recipe.teacher.features))
-    # With a share of 1, too, only rows with a target count: an unreadable response gets no soft label.
-    return np.where(np.isnan(target), np.nan, (1.0 - recipe.share) * np.nan_to_num(target) + recipe.share * taught)
-
-
 def _feature_columns(index: SampleIndex, features: Sequence[str]) -> FloatArray:
     """Return the features of every row, nan where one is missing, [R, F]."""
     known = index.num_tokens > 0
@@ -190,15 +181,19 @@ def compute_targets(
     reasons = np.full(len(index), "", dtype=object)
     nothing = np.full(len(index), np.nan)
     imported, finished = (index.confidences.get(name, nothing) for name in ("p_true", target))
+    labels = index.labels
     for rows in question_slices(index):
         answers = index.answer[rows].tolist()
         readable = np.array([answer is not None for answer in answers])
         has_masses = not np.isnan(index.yes_mass[rows]).all()
         confidence = masses[rows] if has_masses else imported[rows]
-        if target in BEFORE_ANSWERING:
-            values[rows.start] = _of_question(target, answers, _labels(index, rows))
+        if target == "expected_accuracy":
+            values[rows.start] = labels[rows].mean()
+        elif target in BEFORE_ANSWERING:
+            agreement = agreeing_pairs(answers) if target == "agreeing_pairs" else top_share(answers)
+            values[rows.start] = np.nan if agreement is None else agreement
         elif target == "label":
-            values[rows] = np.where(readable | (not drop_none), _labels(index, rows), np.nan)
+            values[rows] = np.where(readable | (not drop_none), labels[rows], np.nan)
         elif target != "p_true" and not has_masses and not np.isnan(finished[rows]).all():
             values[rows] = np.where(readable | (not drop_none), finished[rows], np.nan)
         elif target == "consistency":
@@ -211,18 +206,10 @@ def compute_targets(
             known = [None if np.isnan(value) else float(value) for value in confidence]
             pool = soft_self_consistency if target == "ssc" else leave_one_out
             values[rows] = _floats(pool(answers, known, drop_none=drop_none))
-        made_of = _labels(index, rows) if target in ("label", "expected_accuracy") else confidence
+        made_of = labels[rows] if target in ("label", "expected_accuracy") else confidence
         reasons[rows] = _reasons(target, readable, made_of)
     reasons[~np.isnan(values)] = ""
     return values, reasons
-
-
-def _of_question(target: str, answers: Sequence[str | None], labels: FloatArray) -> float:
-    """Return what the responses say about their question; nan where nothing."""
-    if target == "expected_accuracy":
-        return float(labels.mean())
-    value = agreeing_pairs(answers) if target == "agreeing_pairs" else top_share(answers)
-    return np.nan if value is None else value
 
 
 def _reasons(target: str, readable: np.ndarray, made_of: FloatArray) -> np.ndarray:
@@ -250,7 +237,12 @@ def build_table(
     made = []
     for recipe in recipes:
         values, reasons = compute_targets(index, target=recipe.target, p_true=p_true, drop_none=drop_none)
-        mixed = mix_in_teacher(values, index, recipe)
+        mixed = values
+        if recipe.teacher is not None:
+            taught = recipe.teacher.transform(_feature_columns(index, recipe.teacher.features))
+            # With a share of 1, too, only rows with a target count: an unreadable response gets no soft label.
+            mixed = (1.0 - recipe.share) * np.nan_to_num(values) + recipe.share * taught
+            mixed[np.isnan(values)] = np.nan
         made.append((mixed, np.where(np.isnan(mixed) & ~np.isnan(values), UNTAUGHT, reasons)))
     return make_table(store, index, collator, made)
 
@@ -270,13 +262,10 @@ def make_table(
     for _, further in made[1:]:
         reasons = np.where(reasons == "", further, reasons)
     others = np.column_stack([column for column, _ in made[1:]]) if made[1:] else None
-    correct = np.full(len(index), np.nan)
-    for rows in question_slices(index):
-        correct[rows] = _labels(index, rows)
     fits = room >= 1
     length = collator.max_length - np.maximum(room - response, 0)
     num_cut = int((fits & (response > room)).sum())
-    table = TupleTable(index, values, correct, length, prompt, num_cut=num_cut, auxiliary=others)
+    table = TupleTable(index, values, index.labels, length, prompt, num_cut=num_cut, auxiliary=others)
     too_long = np.full(len(index), "prompt too long", dtype=object)
     return table.select(fits, too_long), reasons[fits]
 
@@ -320,14 +309,6 @@ class TupleDataset(Dataset[TupleRows]):
             question_index=table.index.question_index[rows],
             auxiliary_target=None if table.auxiliary is None else table.auxiliary[rows],
         )
-
-
-def _labels(index: SampleIndex, rows: slice) -> FloatArray:
-    """Return ``correct`` of a question's rows; an unreadable response to a labelled question is wrong."""
-    correct = index.correct[rows]
-    unreadable = np.array([answer is None for answer in index.answer[rows]])
-    labelled = not np.isnan(correct).all()
-    return np.where(np.isnan(correct) & unreadable & labelled, 0.0, correct)
 
 
 def _floats(values: list[float | None]) -> FloatArray:

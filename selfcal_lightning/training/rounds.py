@@ -19,7 +19,7 @@ from selfcal_lightning.data.store.shards import SampleIndex, StoredRow
 from selfcal_lightning.data.tasks.registry import get_task
 from selfcal_lightning.engines.base import Engine
 from selfcal_lightning.engines.transformers.model import MASKABLE_ATTENTION, exact_head
-from selfcal_lightning.metrics.arrays import AUROC, ECE, PASS_AT_1, Floats
+from selfcal_lightning.metrics.arrays import AUROC, ECE, PASS_AT_1
 from selfcal_lightning.metrics.calibration import expected_calibration_error
 from selfcal_lightning.metrics.consistency import soft_self_consistency
 from selfcal_lightning.metrics.discrimination import auroc, spearman
@@ -286,7 +286,7 @@ def describe_round(index: SampleIndex, *, raw: bool = False, drop_none: bool = T
         "rate/WithoutConfidence": float(np.isnan(confidence).mean()),
         "target/Mean": float(np.mean([target.mean for target in targets.values()])) if targets else None,
     }
-    correct = _labels(index, unreadable)
+    correct = index.labels
     if (labelled := ~np.isnan(correct)).any():
         codes = np.unique(index.question_index[labelled], return_inverse=True)[1]
         values[PASS_AT_1] = float((np.bincount(codes, correct[labelled]) / np.bincount(codes)).mean())
@@ -302,26 +302,15 @@ def describe_shift(earlier: Mapping[str, QuestionTargets], later: Mapping[str, Q
     ``shift/Mean`` and ``shift/MeanAbsolute`` are of a question's mean target, later minus earlier; ``shift/Spearman``
     is the rank correlation of these means; ``shift/LeaderKept`` the share of questions whose leading answer stayed.
     """
-    names = sorted(earlier.keys() & later.keys())
-    if not names:
+    pairs = [(earlier[name], later[name]) for name in sorted(earlier.keys() & later.keys())]
+    if not pairs:
         return {}
-    before = np.array([earlier[name].mean for name in names])
-    after = np.array([later[name].mean for name in names])
+    before, after = np.array([[one.mean, other.mean] for one, other in pairs]).T
+    kept = [len(set(get_task(one.task).group([one.leader, other.leader]))) == 1 for one, other in pairs]
     values = {
         "shift/Mean": float((after - before).mean()),
         "shift/MeanAbsolute": float(np.abs(after - before).mean()),
         "shift/Spearman": spearman(before, after),
-        "shift/LeaderKept": float(np.mean([_same_leader(earlier[name], later[name]) for name in names])),
+        "shift/LeaderKept": float(np.mean(kept)),
     }
     return {name: value for name, value in values.items() if value is not None and not np.isnan(value)}
-
-
-def _same_leader(one: QuestionTargets, other: QuestionTargets) -> bool:
-    return len(set(get_task(one.task).group([one.leader, other.leader]))) == 1
-
-
-def _labels(index: SampleIndex, unreadable: np.ndarray) -> Floats:
-    """Return ``correct``; unreadable responses count as wrong if the question has other labels."""
-    known = {name for name, value in zip(index.question_id, index.correct, strict=True) if not np.isnan(value)}
-    labelled = np.array([name in known for name in index.question_id], dtype=bool)
-    return np.where(np.isnan(index.correct) & unreadable & labelled, 0.0, index.correct)

@@ -228,6 +228,13 @@ class SampleIndex:
         total = self.yes_mass + self.no_mass
         return np.divide(self.yes_mass, total, out=np.full(len(self), np.nan), where=total > 0.0)
 
+    @property
+    def labels(self) -> np.ndarray:
+        """``correct``, where an unreadable response is wrong if another response to its question has a label, [R]."""
+        unreadable = np.array([answer is None for answer in self.answer], dtype=bool)
+        unknown, codes = np.isnan(self.correct), np.unique(self.question_index, return_inverse=True)[1]
+        return np.where(unknown & unreadable & (np.bincount(codes, ~unknown)[codes] > 0), 0.0, self.correct)
+
     def num_missing(self, name: str) -> int:
         return int(np.isnan(self.confidences[name]).sum())
 

@@ -9,7 +9,6 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.environments import LightningEnvironment
-from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 
 from selfcal_lightning.core.errors import InputError, check_at_least
@@ -87,7 +86,8 @@ class PreemptionCheckpoint(Callback):
             return
         # The handlers stay: this process ends, and a launcher that sees another one end first must not cut it short.
         self.stop.forget()
-        if _is_child_of_lightning(trainer):
+        environment = getattr(trainer.strategy, "cluster_environment", None)
+        if isinstance(environment, LightningEnvironment) and trainer.local_rank != 0:
             # At another status of a child, its launcher would SIGKILL the first process, whose status is waited for.
             exception.code = 0
         if trainer.is_global_zero:
@@ -112,13 +112,6 @@ def interrupt_of(trainer: Trainer, stage: str) -> Interrupt:
             callback.stop.install()  # its own `setup` may come later in the list of callbacks
             return callback.stop.raise_if_received
     return never
-
-
-def _is_child_of_lightning(trainer: Trainer) -> bool:
-    strategy = trainer.strategy
-    if not isinstance(strategy, ParallelStrategy):
-        return False
-    return isinstance(strategy.cluster_environment, LightningEnvironment) and trainer.local_rank != 0
 
 
 def _checkpoint_folder(trainer: Trainer) -> Path:

@@ -105,9 +105,6 @@ class RewardRows(RowLayout):
     def rolled_out(self) -> set[str]:
         """Return the ids of the questions of which prefixes were rolled out."""
 
-    def is_taught_inside(self, row: StoredRow) -> bool:
-        return any(not math.isnan(place.target) for place in self.places(row, math.nan, math.nan))
-
     def __call__(self, rows: TupleRows) -> RewardBatch:
         encoded = [self.encode(row) for row in rows.stored]
         laid = self.lay(encoded, rows.question_index)
@@ -351,7 +348,9 @@ class RewardDataModule(StoredDataModule):
 
     def _check_rollouts(self, store: SampleStore, index: SampleIndex, collator: RewardRows) -> None:
         rows = np.flatnonzero(np.isin(index.question_id.astype(str), sorted(collator.rolled_out())))
-        if len(rows) and not any(map(collator.is_taught_inside, read_in_chunks(store, index, rows))):
+        stored = read_in_chunks(store, index, rows)
+        places = (place for row in stored for place in collator.places(row, math.nan, math.nan))
+        if len(rows) and all(math.isnan(place.target) for place in places):
             raise InputError(
                 f"No rollout in {self.rollouts} continues from a step of these responses by the rule {self.steps!r}. "
                 f"Roll out with `--steps {quote(self.steps)}` and these responses."

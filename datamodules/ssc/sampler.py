@@ -60,7 +60,8 @@ class DealByPrompt:
     token_budget: int | None = None  # most tokens of a micro-batch
 
     def __call__(self, rows: IntArray, num_bins: int) -> list[Dealt]:
-        trees = self._trees(rows)
+        by_question = np.argsort(self.question[rows], kind="stable")
+        trees = np.split(by_question, np.flatnonzero(np.diff(self.question[rows][by_question])) + 1)
         even = -(-sum(self.tokens(rows[tree]) for tree in trees) // num_bins)
         pieces = [piece for tree in trees for piece in self._cut(rows, tree, even)]
         loads = [self.tokens(rows[piece]) for piece in pieces]
@@ -85,11 +86,6 @@ class DealByPrompt:
         """Return the tokens of ``rows`` in one micro-batch, every prompt counted once."""
         _, first = np.unique(self.question[rows], return_index=True)
         return int((self.lengths[rows] - self.prompt[rows]).sum() + self.prompt[rows[first]].sum())
-
-    def _trees(self, rows: IntArray) -> list[IntArray]:
-        question = self.question[rows]
-        order = np.argsort(question, kind="stable")
-        return np.split(order, np.flatnonzero(np.diff(question[order])) + 1)
 
     def _cut(self, rows: IntArray, tree: IntArray, even: int) -> list[IntArray]:
         """Cut a tree into pieces of similar size, as many as the even parts that it comes nearest to filling.

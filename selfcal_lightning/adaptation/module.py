@@ -95,7 +95,12 @@ def policy_parts(
     with numbers of tokens as weights, every token of the step weighs the same.
     """
     row, rows, clip = batch.label_row, batch.batch_size, (policy.clip_low, policy.clip_high)
-    ratios = None if behaviour is None else _ratios(logprob.detach(), behaviour, row, rows, policy.ratio)
+    ratios = None
+    if behaviour is not None and policy.ratio == "token":
+        ratios = policy_losses.token_ratio(logprob.detach(), behaviour)
+    elif behaviour is not None:
+        ours, theirs = (values.new_zeros(rows).index_add(0, row, values) for values in (logprob.detach(), behaviour))
+        ratios = policy_losses.sequence_ratio(ours, theirs, torch.bincount(row, minlength=rows))[row]
     gradient = policy_losses.policy_gradient_loss(
         logprob, batch.advantage, row, ratio=ratios, clip=clip, normalise="responses"
     )
@@ -110,13 +115,6 @@ def policy_parts(
         clipped = row_means(is_clipped.to(ratios.dtype), row, num_rows=rows)
     weight, total = batch.generation_weight, batch.generation_total
     return PolicyParts(*(share_of_step(part, weight, total) for part in (gradient, divergence, entropy, clipped)))
-
-
-def _ratios(logprob: Tensor, behaviour: Tensor, row: Tensor, rows: int, ratio: Ratio) -> Tensor:
-    if ratio == "token":
-        return policy_losses.token_ratio(logprob, behaviour)
-    ours, theirs = (values.new_zeros(rows).index_add(0, row, values) for values in (logprob, behaviour))
-    return policy_losses.sequence_ratio(ours, theirs, torch.bincount(row, minlength=rows))[row]
 
 
 class PolicyStepLog:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import torch
@@ -105,7 +105,12 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         path.parent.mkdir(parents=True, exist_ok=True)
         remove_abandoned(path.parent, of=path.name)  # they are as large as a checkpoint
         with open_atomically(path) as file:
-            _save(checkpoint, file)
+            try:
+                torch.save(checkpoint, file)
+            except RuntimeError as error:  # torch reports a disk that refuses as an error about positions
+                if isinstance(error.__context__, OSError):
+                    raise error.__context__ from error
+                raise
 
     def load_checkpoint(
         self,
@@ -165,15 +170,6 @@ def check_checkpoint_file(path: Path) -> None:
         raise _refusal(path, f"is a damaged file: the checksum of {damaged!r} differs")
 
 
-def check_training_state(checkpoint: dict[str, Any]) -> None:
-    missing = [key for key in ("optimizer_states", "lr_schedulers", "loops") if key not in checkpoint]
-    if missing:
-        raise InputError(
-            f"`ckpt_path` is a checkpoint without {missing[0]!r}: it was written with `save_weights_only=True`, which "
-            "cannot be resumed."
-        )
-
-
 def end_with_whole_step(checkpoint: Mapping[str, Any], *, batches: float, accumulate: int) -> None:
     """Let a run that resumes inside an optimiser step take all of it: no checkpoint holds accumulated gradients."""
     progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
@@ -208,16 +204,6 @@ def _is_whole(path: Path) -> bool:
 def is_address(path: str | Path) -> bool:
     """Return whether ``path`` is an address such as "s3://bucket/run", not a place on a disk."""
     return "://" in str(path)
-
-
-def _save(checkpoint: dict[str, Any], file: BinaryIO) -> None:
-    """Write a checkpoint. Raise OSError if the disk refuses, which torch reports as an error about positions."""
-    try:
-        torch.save(checkpoint, file)
-    except RuntimeError as error:
-        if isinstance(error.__context__, OSError):
-            raise error.__context__ from error
-        raise
 
 
 # A checkpoint holds the random states of all processes for user code, such as a callback with noise. The project's own

@@ -139,7 +139,8 @@ def _space_for(directory: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError) as error:
-        number = error.errno if isinstance(error, OSError) else _os_error(error)
+        told = (number for number in NO_SPACE if f"(os error {number})" in str(error))  # how safetensors says it
+        number = error.errno if isinstance(error, OSError) else next(told, None)
         if number not in NO_SPACE:
             raise
         free = shutil.disk_usage(directory.parent).free
@@ -148,12 +149,6 @@ def _space_for(directory: Path) -> Iterator[None]:
             f"No space to write {directory}: got {str(error)!r} with {free:,} bytes free. What was there before is "
             "untouched: free some space and start the same command again.",
         ) from error
-
-
-def _os_error(error: Exception) -> int | None:
-    """Return the number in a message such as "I/O error: No space left on device (os error 28)"."""
-    number = str(error).rpartition("(os error ")[2].partition(")")[0]
-    return int(number) if number.isdigit() else None
 
 
 def _linked(folder: Path) -> Path:
@@ -281,19 +276,14 @@ def upload(folder: Path, repository: str, *, texts: Mapping[str, str], private: 
     hub = huggingface_hub.HfApi(token=token)
     hub.create_repo(repository, private=private, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="selfcal-upload-") as place:
-        _lay_out(folder, Path(place), texts)
+        for name, text in texts.items():
+            (Path(place) / name).write_text(text, encoding="utf-8")
+        for file in (path for path in folder.rglob("*") if path.is_file()):  # all others are linked
+            target = Path(place) / file.relative_to(folder)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            if not target.exists():
+                target.symlink_to(file.resolve())
         hub.upload_folder(repo_id=repository, folder_path=place, commit_message="Merged self-calibrated model")
-
-
-def _lay_out(folder: Path, place: Path, texts: Mapping[str, str]) -> None:
-    """Fill ``place`` with the texts, and links to all other files of ``folder``."""
-    for name, text in texts.items():
-        (place / name).write_text(text, encoding="utf-8")
-    for file in sorted(path for path in folder.rglob("*") if path.is_file()):
-        target = place / file.relative_to(folder)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        if not target.exists():
-            target.symlink_to(file.resolve())
 
 
 def _without_places(value: Any) -> Any:

@@ -187,7 +187,9 @@ class CalibrationMetrics(ExactMetric):
         results: dict[str, float | None] = {}
         if has_label.any():
             results.update(_against_labels(points.select(has_label & has_confidence), self.num_bins))
-            results[PASS_AT_1] = _pass_at_1(points.select(has_label))
+            known = points.select(has_label)
+            shares = np.bincount(known.questions, weights=known.correct) / np.bincount(known.questions)
+            results[PASS_AT_1] = float(shares.mean())
         if has_target.any():
             results.update(_against_targets(points.select(has_target & has_confidence), self.beta))
         sure = points.select(has_confidence)
@@ -225,11 +227,6 @@ def _against_targets(points: CalibrationPoints, beta: float) -> dict[str, float 
         "target/Spearman": spearman(points.confidence, points.target),
         "target/SmoothL1": _mean(losses.numpy()),
     }
-
-
-def _pass_at_1(points: CalibrationPoints) -> float:
-    questions = points.questions
-    return float(np.mean(np.bincount(questions, weights=points.correct) / np.bincount(questions)))
 
 
 def _mean(values: Floats) -> float | None:

@@ -127,7 +127,11 @@ class TrainedModule(LightningModule):
         resuming = trainer is not None and trainer.state.fn == TrainerFn.FITTING
         checkpoints.check_hyper_parameters(settings, self.hparams, resuming=resuming)
         if resuming:
-            checkpoints.check_training_state(checkpoint)
+            if missing := [key for key in ("optimizer_states", "lr_schedulers", "loops") if key not in checkpoint]:
+                raise InputError(
+                    f"`ckpt_path` is a checkpoint without {missing[0]!r}: it was written with `save_weights_only=True` "
+                    "and cannot be resumed."
+                )
             self._random_states = checkpoint.get(RANDOM_KEY)
 
     def on_train_start(self) -> None:

@@ -13,7 +13,7 @@ from selfcal_lightning.core.files import check_replaceable, has_first_keys, read
 from selfcal_lightning.core.progress import say
 from selfcal_lightning.data.pools.importing import ImportReport, import_pool
 from selfcal_lightning.data.pools.line_format import TRL_FIELDS, StepLabels, trl_row
-from selfcal_lightning.data.pools.published import write_success_pool
+from selfcal_lightning.data.pools.published import SUCCESS_FIELDS, write_success_pool
 from selfcal_lightning.data.step_settings import Steps
 from selfcal_lightning.data.store.manifest import StoreFingerprint, round_file
 from selfcal_lightning.data.store.sample_store import SampleStore
@@ -24,7 +24,7 @@ from selfcal_lightning.engines.settings import EngineSettings
 from selfcal_lightning.models.chat_format import DEFAULT_QUERY, stated_prompt
 from selfcal_lightning.models.folders import model_folder, resolve_model, weights_sha256
 from selfcal_lightning.records import IMPORTED, SamplingSettings
-from selfcal_lightning.rewards.rates import PREFIXES_FILE, SUCCESS_KEYS, read_rollouts, success_records
+from selfcal_lightning.rewards.rates import PREFIXES_FILE, read_rollouts
 
 
 @dataclass(frozen=True)
@@ -137,15 +137,18 @@ def run_rollout(
     sample_questions(settings, devices=devices, shard=shard)
     kept = Path(store_dir) / PREFIXES_FILE
     earlier = {line["id"]: line for _, line in read_json_lines(kept)} if kept.is_file() else {}
-    described = {line["id"]: line for line in describe_prefixes(wanted, chat)}
-    write_json_lines(kept, list({**earlier, **described}.values()))
+    described = {**earlier, **{line["id"]: line for line in describe_prefixes(wanted, chat)}}
+    write_json_lines(kept, list(described.values()))
     counts, rates = read_rollouts(store_dir) if (Path(store_dir) / "manifest.json").is_file() else ({}, {})
     found = [counts[one.question.id] for one in wanted if one.question.id in counts]
     shares = [rates[one.question.id].share for one in wanted if one.question.id in rates]
     if export is not None:
-        records = list(success_records(store_dir, source.outer_rates(chat)))
-        write_json_lines(Path(export), records)
-        say(f"Wrote {len(records):,} success rates to {export}: of {len(rates):,} prefixes, questions and responses")
+        outer = list(source.outer_rates(chat))
+        known = [(described[name]["question"], described[name]["reasoning_prefix"], rates[name].share)
+                 for name in described if name in rates]  # fmt: skip
+        write_json_lines(Path(export), [dict(zip(SUCCESS_FIELDS, row, strict=True)) for row in (*outer, *known)])
+        whole = f"{len(outer):,} questions and whole responses"
+        say(f"Wrote the success rates of {len(known):,} prefixes and of {whole} to {export}")
     if export_trl is not None:
         labelled = list(source.labelled(chat, rates))
         rows = [trl_row(*one, labels) for one in labelled if one is not None]
@@ -162,7 +165,7 @@ def _check_exports(export: str | None, export_trl: str | None) -> None:
     if export is not None and export_trl is not None and Path(export).resolve() == Path(export_trl).resolve():
         raise InputError(f"`export` and `export_trl` must be different files, got {export!r} twice.")
     for option, path, keys, kind in (
-        ("export", export, SUCCESS_KEYS, "earlier success rates"),
+        ("export", export, SUCCESS_FIELDS, "earlier success rates"),
         ("export_trl", export_trl, TRL_FIELDS, "an earlier file for TRL"),
     ):
         if path is not None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import numpy as np
 
@@ -74,19 +74,6 @@ def by_text(rollouts_dir: str, rates: Mapping[str, Rate]) -> dict[tuple[str, str
                 rate = Rate((rate.share * rate.rollouts + other.share * other.rollouts) / total, total)
             found[place] = rate
     return found
-
-
-SUCCESS_KEYS = ("question", "reasoning_prefix", "success_prob")
-
-
-def success_records(rollouts_dir: str, outer: Iterable[tuple[str, str, float]] = ()) -> Iterator[dict[str, Any]]:
-    """Yield ``{question, reasoning_prefix, success_prob}`` of every prefix with a known rate."""
-    for row in outer:
-        yield dict(zip(SUCCESS_KEYS, row, strict=True))
-    _, rates = read_rollouts(rollouts_dir)
-    for _, line in read_json_lines(Path(rollouts_dir) / PREFIXES_FILE):
-        if (known := rates.get(line["id"])) is not None:
-            yield dict(zip(SUCCESS_KEYS, (line["question"], line["reasoning_prefix"], known.share), strict=True))
 
 
 def _index_of(rollouts_dir: str, policy: StoreFingerprint | None) -> SampleIndex:

@@ -111,9 +111,15 @@ def test_a_run_goes_on_and_takes_more_prefixes(
     assert contents(tmp_path / "store") == contents(rolled[0]), "the same rollouts, however they were shared out"
 
 
-def test_a_store_is_topped_up_to_more_rollouts(sampled: SampleStore, tmp_path: Path) -> None:
+def test_a_store_is_topped_up_to_more_rollouts(
+    sampled: SampleStore, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     few: dict[str, Any] = {"prefixes": 1, "responses": 1}
-    once = rollout(sampled, tmp_path / "once", num_rollouts=3, **few)
+    once = rollout(sampled, tmp_path / "once", num_rollouts=3, export=str(tmp_path / "rates.jsonl"), **few)
+    said = capsys.readouterr().err
+    assert f"3 samples to each of {once.prefixes} prefixes" in said
+    assert f"{once.prefixes} prefixes (0 stored before)" in said
+    assert f"success rates of {once.prefixes} prefixes and of {2 * NUM_QUESTIONS} questions and whole" in said
     rollout(sampled, tmp_path / "topped", **few)
     with pytest.raises(InputError, match=r"`num_rollouts` to be at most 2, the rollouts .* got 3\. Set `extend`"):
         rollout(sampled, tmp_path / "topped", num_rollouts=3, **few)

@@ -12,7 +12,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
@@ -315,10 +315,11 @@ def sample_questions(
     if repair and (folder / "rounds").exists():
         say(f"Repair of {folder}: {SampleStore(folder).repair()}")
     share = select_share(questions, (number, total))
-    here = f" (share {shard} here)" if total > 1 else ""
+    what = "questions" if settings.rollouts is None else "prefixes"
+    here = f"{what} (share {shard} here)" if total > 1 else what
     if _has_all(settings, share):
         report = GenerationReport(settings.store_dir, len(share), len(share))
-        say(f"All {len(share):,} questions{here} are in {folder} already: nothing is sampled.")
+        say(f"All {len(share):,} {here} are in {folder} already: nothing is sampled.")
     else:
         check_places(plan_run(settings, share))
         arguments = {**asdict(settings), "devices": devices, "shard": shard, "plugins": loaded_plugins()}
@@ -326,7 +327,7 @@ def sample_questions(
         file.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(file, to_json(arguments))
         each = "the samples planned for" if settings.plan else f"{settings.num_samples} samples to each of"
-        say(f"Writing {each} {len(questions):,} questions{here} to {folder}")
+        say(f"Writing {each} {len(questions):,} {here} to {folder}")
         # Of machine i of n, worker d takes share i + n d of n * devices; see `select_share`.
         shares = [(number + total * device, total * devices) for device in range(devices)]
         with keeping(lambda: _what_is_kept(folder)):
@@ -334,6 +335,7 @@ def sample_questions(
                 report = sample_share(settings, shard=shares[0], progress=True)
             else:
                 report = _sample_on_devices(settings, share, shares)
+        report = replace(report, what=what)
         say(str(report))
         report.check_complete()
     _join_when_complete(SampleStore(folder), {question.id for question in questions}, total=total)

@@ -65,21 +65,22 @@ class GenerationReport:
     left_out: int = 0
     seconds: float = 0.0
     cut_read: int = 0
+    what: str = "questions"
 
     def __str__(self) -> str:
         sampled = max(self.generated, 1)
         read = f" (an answer was read in {self.cut_read / self.truncated:.1%} of these)" if self.truncated else ""
         return (
-            f"{self.questions:,} questions ({self.reused:,} stored before), {self.generated:,} responses in "
+            f"{self.questions:,} {self.what} ({self.reused:,} stored before), {self.generated:,} responses in "
             f"{self.seconds:.0f} s ({self.generated / max(self.seconds, 1e-9):.1f} a second): "
             f"{self.unreadable / sampled:.1%} unreadable, {self.truncated / sampled:.1%} cut by the token limit{read}, "
-            f"{self.refused:,} refused, {self.left_out:,} questions left out. Samples in {self.store_dir}"
+            f"{self.refused:,} refused, {self.left_out:,} {self.what} left out. Samples in {self.store_dir}"
         )
 
     def check_complete(self) -> None:
         if self.left_out:
             raise RunError(
-                f"Expected all {self.questions:,} questions to be answered, but {self.left_out:,} had requests that "
+                f"Expected all {self.questions:,} {self.what} to be answered, but {self.left_out:,} had requests that "
                 f"failed. What is complete is kept in {self.store_dir}: start the same command again to sample them."
             )
 

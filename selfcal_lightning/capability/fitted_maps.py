@@ -184,7 +184,7 @@ def calibration_questions(
     record = QuestionAnnotation(store_dir, name).record
     digest = origin_digest({} if record is None else record.origin)
     if {one.scored_by for one in asked} - {None, digest}:
-        raise InputError(f"`scores` are of another probe, model or query than the values {name!r} in {store_dir}.")
+        raise InputError(f"`scores` are mapped, or of another probe, model or query than {name!r} in {store_dir}.")
     known = ~np.isnan(column := as_column(values))
     if not known.any():
         way_out = f"Score them first: `selfcal score-questions --store_dir {store_dir} --split {split}`."
@@ -256,8 +256,8 @@ class KeptMaps:
         """Raise InputError if values were computed differently, or questions are those of the fit."""
         if self.scored_by is not None and set(scored_by) - {None, self.scored_by}:
             raise InputError(
-                f"Capabilities are of another probe, model or query than the values {self.estimator!r} that the maps "
-                "were fitted to. Fit others with `selfcal fit-capability-maps`."
+                f"Capabilities are mapped, or of another probe, model or query than the values {self.estimator!r} that "
+                "the maps were fitted to. Give those of `selfcal score-questions`, or fit maps of the same kind."
             )
         check_not_fitted_on(question_ids, self)
 

@@ -17,7 +17,7 @@ from selfcal_lightning.capability.evaluation import (
     DefinitionGap,
     TestQuestions,
 )
-from selfcal_lightning.evaluation.tables import format_estimate, markdown_table
+from selfcal_lightning.evaluation.tables import format_estimate, markdown_table, rich_table
 from selfcal_lightning.metrics.arrays import Floats
 from selfcal_lightning.metrics.bootstrap import Estimate
 from selfcal_lightning.metrics.calibration import reliability_bins
@@ -65,7 +65,7 @@ def budget_figure(rows: Sequence[BudgetRow]) -> Figure:
 def mixing_figure(rows: Sequence[MixingRow]) -> Figure:
     """Draw what plans solve beyond a uniform allocation, over how much of that is mixed in."""
     figure, axes = _gains_figure({row.way: row.gain for row in rows}, rows[0].even_shares)
-    axes.set_xlabel(f"even share mixed in, {rows[0].budget} samples a question")
+    axes.set_xlabel(f"share of a uniform allocation mixed in, {rows[0].budget} samples a question")
     return figure
 
 
@@ -78,7 +78,7 @@ def _gains_figure(gains: Mapping[str, Sequence[Estimate]], places: Sequence[floa
         axes.plot(places, values, style, marker="o", markersize=4, color=colour, linewidth=1.6, label=way)
     axes.axhline(0.0, color="black", linewidth=0.8)
     frame(axes)
-    axes.set_ylabel("share of questions solved, beyond an even share")
+    axes.set_ylabel("share of questions solved, beyond a uniform allocation")
     axes.legend(fontsize=8, frameon=False)
     return figure, axes
 
@@ -107,7 +107,7 @@ BUDGET_NOTE = (
     "right one. Samples that an estimate has read are not charged."
 )
 ASKING_NOTE = (
-    "Not asking: share of all right responses that is lost where so many questions of least capability are left out, "
+    "Abstention: share of all right responses that is lost where so many questions of least capability are left out, "
     "and the share of right responses to the others."
 )
 
@@ -117,9 +117,7 @@ class ReportTable(NamedTuple):
     rows: Sequence[Sequence[str]]
 
     def for_terminal(self, title: str) -> Table:
-        table = Table(title=title)
-        for position, heading in enumerate(self.headings):
-            table.add_column(heading, justify="left" if position == 0 else "right")
+        table = rich_table(self.headings, title=title, left=self.headings[:1])
         for row in self.rows:
             table.add_row(*row)
         return table
@@ -160,7 +158,8 @@ def budget_table(rows: Sequence[BudgetRow]) -> ReportTable:
 
 
 def mixing_table(rows: Sequence[MixingRow]) -> ReportTable:
-    headings = [f"beyond an even share, B = {rows[0].budget}", *(f"{share:.0%} even" for share in rows[0].even_shares)]
+    shares = (f"{share:.0%} uniform" for share in rows[0].even_shares)
+    headings = [f"beyond a uniform allocation, B = {rows[0].budget}", *shares]
     return ReportTable(headings, [[row.way, *(_shown(gain, signed=True) for gain in row.gain)] for row in rows])
 
 

@@ -368,8 +368,8 @@ def _show(found: _Found, test: evaluation.TestQuestions, folder: Path) -> None:
         console.print(reports.curve_table(found.pass_at_k).for_terminal("pass@k"))
     console.print(reports.budget_table(found.budgets).for_terminal("budgets"))
     say(reports.BUDGET_NOTE)
-    console.print(reports.mixing_table(found.mixing).for_terminal("an even share mixed in"))
-    console.print(reports.asking_table(found.asking).for_terminal("not asking"))
+    console.print(reports.mixing_table(found.mixing).for_terminal("a uniform allocation mixed in"))
+    console.print(reports.asking_table(found.asking).for_terminal("abstention"))
     say(reports.ASKING_NOTE)
     say(f"Written: {', '.join(str(folder / name) for name in (RESULTS, TABLES, *FIGURES))}", soft_wrap=True)
 
@@ -670,7 +670,7 @@ def describe_plan(given: Integers) -> str:
 MOST_SAMPLES = 1_000_000  # a budget above it is a mistake
 ASKING_FORMAT, VERSION = "selfcal_lightning.asking_threshold", 1
 # In the order of testing, which must not depend on the calibration questions: from the most to the least demanding.
-GRID = tuple(round(float(value), 2) for value in np.arange(0.95, -0.01, -0.05))
+GRID = tuple(number / 20 for number in range(19, -1, -1))
 NUM_STARTS = 4  # few questions may reach the first thresholds
 
 

@@ -124,7 +124,9 @@ def test_the_concentration_is_fitted_where_none_is_given(written: Path, tmp_path
         run_allocate(**options)
 
 
-def test_a_threshold_that_bounds_the_wrong_responses(written: Path, tmp_path: Path) -> None:
+def test_a_threshold_that_bounds_the_wrong_responses(
+    written: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     store, output = str(written / "store"), tmp_path / "asking.json"
     values = run_score_questions(probe=str(written / "probe"), store_dir=store, split="calibration")
     found = run_fit_abstention_threshold(store, str(output), risk=0.9, delta=0.2)
@@ -133,6 +135,8 @@ def test_a_threshold_that_bounds_the_wrong_responses(written: Path, tmp_path: Pa
     assert (record["threshold"], record["num_questions"]) == (found.threshold, 24)
     asked = [value is not None and value >= found.threshold for value in values]
     assert found.num_answered == sum(asked)
+    run_fit_abstention_threshold(store, str(output), risk=0.99)
+    assert "a predicted capability of 0 or above" in capsys.readouterr().out
     with pytest.raises(RunError, match="Nothing is written; allow a larger `risk`"):
         run_fit_abstention_threshold(store, str(tmp_path / "none.json"), risk=0.01)
     assert not (tmp_path / "none.json").exists()
@@ -241,7 +245,7 @@ def test_scores_are_mapped_by_name(written: Path, tmp_path: Path) -> None:
         output = str(tmp_path / f"{name}.jsonl")
         mapped = run_map_scores(scores, str(written / "maps.json"), output, map=name)  # type: ignore[arg-type]
         np.testing.assert_allclose([one.capability for one in read_scores(output)], maps.apply(name, plain))  # type: ignore[arg-type]
-        with pytest.raises(InputError, match="another probe, model or query than the values 'probe'"):
+        with pytest.raises(InputError, match=r"are mapped, or of another probe, .* Give those of"):
             run_map_scores(output, str(written / "maps.json"), str(tmp_path / "twice.jsonl"))
     assert len({one.scored_by for one in mapped}) == 1
 

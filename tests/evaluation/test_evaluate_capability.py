@@ -188,6 +188,7 @@ def test_what_is_written(written: Path, tmp_path: Path, capsys: pytest.CaptureFi
     for _ in range(2):  # an earlier evaluation is replaced
         assert run(command) == 0
     shown = capsys.readouterr().out
+    assert "…" not in shown, "names are broken into lines, not cut off"
     assert "estimates of capability" in shown
     assert "24 questions, judged by at least 4 responses each" in " ".join(shown.split())
     record = json.loads((output / "capability.json").read_text())

@@ -359,6 +359,6 @@ def describe_targets(table: TupleTable) -> str:
     ranking = auroc(target, correct)
     shown = "not defined, all being right or all wrong" if ranking is None else f"{ranking:.3f}"
     return (
-        f"{text}; compared with {int(known.sum()):,} labels, which training does not see: {correct.mean():.3f} right, "
+        f"{text}; compared with {int(known.sum()):,} labels: {correct.mean():.3f} right, "
         f"ECE {expected_calibration_error(target, correct):.3f}, AUROC {shown}"
     )

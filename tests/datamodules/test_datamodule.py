@@ -161,7 +161,7 @@ def test_the_worth_of_the_targets_is_printed(pool: Pool, store_dir: str, lines: 
     right = table.correct.astype(bool)
     pairs = table.target[right][:, None] - table.target[~right][None, :]
     ranking = ((pairs > 0) + (pairs == 0) / 2).mean()
-    assert f"targets: mean {table.target.mean():.3f}; compared with {len(table)} labels" in lines[0]
+    assert f"targets: mean {table.target.mean():.3f}; compared with {len(table)} labels: " in lines[0]
     assert f"{right.mean():.3f} right, ECE " in lines[0]
     assert f"AUROC {ranking:.3f}" in lines[0]
     unlabelled = pool.write(

@@ -424,8 +424,10 @@ def _score_chunk(
     target.put(member.name, positions, values)
     member.scored += len(values)
     member.unknown += sum(value is None for value in values)
-    if member.kind.reads == "rewards":  # it reads texts alone
-        member.encoded += sum(not is_failed(sample) for entry in chosen for sample in entry.samples)
+    if member.kind.reads == "rewards":
+        texts = getattr(estimator, "reads_texts", True)
+        samples = (sample for entry in chosen for sample in entry.samples if texts or sample.token_ids is None)
+        member.encoded += sum(not is_failed(sample) for sample in samples)
     elif member.kind.reads != "pool":
         ids = (row for entry in chosen for row in entry_ids(entry, scoring.chat))
         member.encoded += sum(row is not None and row.encoded for row in ids)

@@ -30,6 +30,7 @@ class RewardScore:
     def __init__(self, rewards: RewardReader) -> None:
         check_judge(self.name, rewards.format)
         self._rewards = rewards
+        self.reads_texts = rewards.format.layout != "continued"  # else the recorded tokens
 
     def score(self, pool: Sequence[QuestionSamples]) -> list[list[float | None]]:
         """Return the confidence of every sample, [question][sample]; None if the model cannot read the response."""

@@ -102,6 +102,13 @@ def test_a_threshold_on_rewards_is_for_the_model_of_its_fit(store: Path, prm: Re
         check_sampled_alike(fitted, drawn, rewards={"prm": REWARDS.identity(replace(prm, steps="line"))})
 
 
+def test_a_model_trained_here_reads_the_recorded_tokens(store: Path, tiny_model: str, tmp_path: Path) -> None:
+    format = reward_format("quantile-prm")
+    reward = RewardSettings(stand_in(tiny_model, tmp_path / "m", format), format.name, "sentence")
+    (report,) = run_score("prm", str(store), reward=reward)
+    assert (report.scored, report.encoded) == (TOTAL, 0)
+
+
 def test_a_score_without_a_probability_has_a_name_of_its_own(store: Path, outcomes: RewardSettings) -> None:
     with pytest.raises(
         ValueError, match=r"'orm' cannot read .* judges whole responses without a probability\. Use reward\."

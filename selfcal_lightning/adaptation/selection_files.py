@@ -98,6 +98,7 @@ def digest_of(content: Sequence[str] | dict[str, Any]) -> str:
 
 
 ROWS_FILE, MANIFEST_FILE, KIND = "selection.parquet", "manifest.json", "selection"
+SELECTED_FILE, RESULTS_FILE = "selected.json", "results.json"
 STEPS_FILE = "key_steps.json"  # of `selfcal extract-steps`
 _SCORE = "score."
 _TEXT, _REAL, _INT = pa.string(), pa.float64(), pa.int32()
@@ -171,7 +172,8 @@ def write_selection(output: str | Path, selected: Selected, source: Source, sett
         },
     }
     # A manifest over other rows would be believed: the old one goes first, and a kill leaves no selection.
-    (folder / MANIFEST_FILE).unlink(missing_ok=True)
+    for name in (SELECTED_FILE, RESULTS_FILE, MANIFEST_FILE):
+        (folder / name).unlink(missing_ok=True)
     write_atomically(folder / ROWS_FILE, data)
     write_record(folder / MANIFEST_FILE, manifest)
     return read_selection(folder)
@@ -254,9 +256,6 @@ def _check_same(row: SelectedRow, at: int | None, index: SampleIndex, origins: M
         raise InputError(f"The answer of {which} was {row.answer!r} and is {now!r}. Run `selfcal select` again.")
 
 
-SELECTED_FILE, RESULTS_FILE = "selected.json", "results.json"
-
-
 def write_reference_files(folder: Path, chosen: Sequence[Example]) -> None:
     """Write selected.json and results.json, whose answers are the gold ones where they may be read, else the labels."""
     rows, results = [], []
@@ -269,8 +268,3 @@ def write_reference_files(folder: Path, chosen: Sequence[Example]) -> None:
     accuracy = sum(judged) / len(judged) if judged else None
     for name, content in ((SELECTED_FILE, rows), (RESULTS_FILE, {"results": results, "accuracy": accuracy})):
         write_atomically(folder / name, (json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode())
-
-
-def remove_reference_files(folder: Path) -> None:
-    for name in (SELECTED_FILE, RESULTS_FILE):
-        (folder / name).unlink(missing_ok=True)

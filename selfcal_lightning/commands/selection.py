@@ -73,7 +73,6 @@ def run_select(
     source = selection_files.read_source(store_dir, settings, split=split, task=task, round=round)
     with Stage("Selecting"):
         selected = select_rows(source.entries, settings)
-    selection_files.remove_reference_files(Path(output))
     selection = selection_files.write_selection(output, selected, source, settings)
     if reference_files:
         selection_files.write_reference_files(Path(output), list(selection_files.examples(selection)))

@@ -211,7 +211,7 @@ def run_import_prefixes(
     with tempfile.TemporaryDirectory() as folder:
         pool = Path(folder) / "prefixes.jsonl"
         counts = write_success_pool(path, pool, task=task, split=split, separator=separator)
-        report = import_pool(pool, store_dir)
+        report = import_pool(pool, store_dir, source=path)
     say(f"Imported {counts.prefixes:,} prefixes of {report.questions:,} questions from {path} to {store_dir}")
     if counts.contradicting:
         say(f"Prefixes with different rates in {path}: {counts.contradicting:,}. Each has the mean of its rates.")

@@ -401,11 +401,13 @@ def test_folders_that_do_not_fit_are_refused(
 
 
 def test_records_of_prefixes_are_imported_and_learnt_at_their_ends(
-    rolled: tuple[Path, Path, Any], tiny_model: str, tmp_path: Path
+    rolled: tuple[Path, Path, Any], tiny_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lines = [line for _, line in read_json_lines(rolled[1]) if line["reasoning_prefix"]]  # the others are of questions
     options = ["--path", str(rolled[1]), "--store_dir", str(tmp_path / "store"), "--task", "word_problems"]
-    assert run(["import-prefixes", *options]) == 0
+    assert [run(["import-prefixes", *options, *more]) for more in ([], [], ["--split", "test"])] == [0, 0, 1]
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert f"responses of {rolled[1]}, but got those of another file" in error, "no temporary file is named"
     data = RewardDataModule(
         tiny_model, str(tmp_path / "store"), num_samples=99, target="success_prob", steps="sentence", packing="off",
         batch_size=len(lines), total_tuples=len(lines),

@@ -201,14 +201,19 @@ def further_counts(report: Any, without: Sequence[str]) -> str:
 
 
 def import_pool(
-    path: str | Path, store_dir: str | Path, *, task: str | None = None, split: str | None = None
+    path: str | Path,
+    store_dir: str | Path,
+    *,
+    task: str | None = None,
+    split: str | None = None,
+    source: str | Path | None = None,
 ) -> ImportReport:
-    """Read a JSON-lines pool of responses made elsewhere into its own store.
+    """Read a JSON-lines pool of responses made elsewhere, or written from ``source``, into its own store.
 
     With ``task``, a file with the task's columns and a list of texts in ``responses`` is read too. The whole file is
     checked before the first row is stored. Equal answers are named by the first seen.
     """
-    path = Path(path)
+    path, source = Path(path), Path(source or path)
     sizes: dict[str, int] = {}
     with Progress(count_lines(path), label=f"Checking {path.name}", unit="lines", only_if_slow=True) as progress:
         for _, line in counted(read_foreign_pool(path, task=task, split=split), progress):
@@ -216,9 +221,10 @@ def import_pool(
             get_task(line.question.task)
     if not sizes:
         raise InputError(f"Expected {path} to hold a question on every line, but got an empty file.")
-    with Stage(f"Hashing {path.name}"):
-        store = open_imported(store_dir, path, {"task": task})
-    return _store_lines(path, store, read_foreign_pool(path, task=task, split=split), sizes, Counter())
+    with Stage(f"Hashing {source.name}"), open(path, "rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    store = open_imported(store_dir, source, {"task": task}, digest=digest)
+    return _store_lines(source, store, read_foreign_pool(path, task=task, split=split), sizes, Counter())
 
 
 def import_sampled(path: Path, store_dir: str | Path, *, task: str, split: str, stated: bool = True) -> ImportReport:

@@ -56,7 +56,7 @@ def open_imported(
     if known not in (None, digest):
         raise InputError(
             f"Expected {store_dir} to hold responses of {source}, but got those of another file, or of this one before "
-            "it changed. Use another `store_dir`, or delete the folder."
+            "it changed, or with other options. Use another `store_dir`, or delete the folder."
         )
     prompt = PromptIdentity.from_json({"source_sha256": digest, **settings})
     fingerprint = StoreFingerprint(ModelIdentity(IMPORTED), prompt, sampling=None, seed=0)

@@ -144,11 +144,11 @@ def run_rollout(
     shares = [rates[one.question.id].share for one in wanted if one.question.id in rates]
     if export is not None:
         outer = list(source.outer_rates(chat))
-        known = [(described[name]["question"], described[name]["reasoning_prefix"], rates[name].share)
+        inner = [(described[name]["question"], described[name]["reasoning_prefix"], rates[name].share)
                  for name in described if name in rates]  # fmt: skip
-        write_json_lines(Path(export), [dict(zip(SUCCESS_FIELDS, row, strict=True)) for row in (*outer, *known)])
+        write_json_lines(Path(export), [dict(zip(SUCCESS_FIELDS, row, strict=True)) for row in (*outer, *inner)])
         whole = f"{len(outer):,} questions and whole responses"
-        say(f"Wrote the success rates of {len(known):,} prefixes and of {whole} to {export}")
+        say(f"Wrote the success rates of {len(inner):,} prefixes and of {whole} to {export}")
     if export_trl is not None:
         labelled = list(source.labelled(chat, rates))
         rows = [trl_row(*one, labels) for one in labelled if one is not None]

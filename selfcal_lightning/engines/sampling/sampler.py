@@ -159,7 +159,8 @@ def generate_samples(
             sampler.run(todo, prompts, interrupt, questions_per_shard if shard_by_shard else None)
     say_undecided(undecided)
     seconds = time.monotonic() - started
-    return GenerationReport(str(store.path), len(share), len(share) - len(todo), seconds=seconds, **sampler.totals)
+    reused = len(share) - len(todo)
+    return GenerationReport(str(store.path), len(share), reused, seconds=seconds, what="questions", **sampler.totals)
 
 
 def store_fingerprint(

@@ -103,7 +103,7 @@ def test_a_sliding_window_is_kept_over_the_cache(chat: ChatFormat, tmp_path: Pat
     assert batch.attention_mask.sum(1).min() > 2 * WINDOW
     check_two_passes(module.model, packed=False)
     found, wanted = module.confidence(batch).p_true, reference_p_true(reference, batch, chat)
-    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=0)
+    torch.testing.assert_close(found, wanted.double(), atol=1e-5, rtol=0)
     whole = activated_module(tmp_path / "whole", "mistral", chat, tiny_model)
     assert (whole.confidence(batch).p_true - found).abs().max() > 0.01, "the window matters"
 
@@ -119,7 +119,7 @@ def test_a_response_without_a_token_is_asked_about(
         rows[i] = replace(rows[i], sample=replace(rows[i].sample, token_ids=()))
     padded = collated(chat, rows, shared_prefix=False)
     found = module.confidence(padded if layout == "padded" else collated(chat, rows, shared_prefix=True)).p_true
-    torch.testing.assert_close(found, reference_p_true(reference, padded, chat), atol=1e-5, rtol=0)
+    torch.testing.assert_close(found, reference_p_true(reference, padded, chat).double(), atol=1e-5, rtol=0)
 
 
 def test_several_queries_are_asked_over_one_reading(chat: ChatFormat, tmp_path: Path, tiny_model: str) -> None:

@@ -58,7 +58,7 @@ def test_the_folder_says_when_the_adapter_wakes(module: SelfCalibrationModule, a
 @torch.no_grad()
 def test_plain_peft_states_the_same_confidences(module: SelfCalibrationModule, adapter: Path, tiny_model: str) -> None:
     batch = batch_of(MIXED[:8], module.chat)
-    wanted = module.confidence(batch).p_true
+    wanted = module.confidence(batch).p_true.float()
     base = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
     torch.testing.assert_close(
         reference_p_true(PeftModel.from_pretrained(base, str(adapter)).eval(), batch, module.chat),

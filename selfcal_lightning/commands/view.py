@@ -58,6 +58,8 @@ def run_view(
     """
     if adapter is not None and model is None:
         raise InputError(f"Expected `model` with `adapter` {adapter}, but got null.")
+    if redact and model is not None:
+        raise InputError(f"`redact` leaves out the texts that `model` {model} would colour. Leave one of them out.")
     given: dict[str, object] = {"split": split, "task": task, "limit": limit, "threshold": threshold, "model": model}
     given["redact"] = redact or None
     reports = [Path(one) / REPORT for one in (path, other) if one is not None]
@@ -81,7 +83,7 @@ def run_view(
         file = Path(output or REPORT)
         places = dict(zip(("samples",) if other is None else SIDES, (path, str(other)), strict=False))
         stop = DEFAULT_THRESHOLD if threshold is None else threshold
-        colours = None if model is None or redact else _token_colours(path, model, adapter)
+        colours = None if model is None else _token_colours(path, model, adapter)
         _write(file, places, split, task, limit, threshold=stop, redact=redact, colours=colours)
     say(f"Look at {file}")
     if open:

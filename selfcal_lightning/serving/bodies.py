@@ -106,12 +106,12 @@ class Turn(Lenient):
         for name, value in [pair for one in (self, *parts) for pair in (one.model_extra or {}).items()]:
             if value and name not in {*UNREAD, "name", "cache_control"}:
                 raise Refused(400, f"This server does not know `{name}` in a message. Leave it out.", param="messages")
-        text = self.text
         try:
-            text += "".join(map(written_call, self.tool_calls or ()))
+            calls = "".join(map(written_call, self.tool_calls or ()))
         except (KeyError, TypeError, ValueError, RecursionError) as error:
             raise Refused(400, f"Expected `tool_calls` to hold functions with arguments in JSON: {error}.") from error
-        return Message("system" if self.role == "developer" else self.role, text.strip("\n"))
+        text = self.text + calls if self.text else calls.removeprefix("\n")
+        return Message("system" if self.role == "developer" else self.role, text)
 
 
 class ChatBody(Lenient):

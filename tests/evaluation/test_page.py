@@ -217,6 +217,8 @@ def test_two_evaluations_are_compared_on_the_questions_of_both(
     with pytest.raises(InputError, match=r"two evaluations to compare, but got .* twice"):
         run_view(str(one), ".", output=str(tmp_path / "both.html"))
     run_view(str(tmp_path / "b" / "pool.jsonl"), output=str(two / "report.html"), redact=True)
+    with pytest.raises(InputError, match="the texts that `model` bundled would colour"):
+        run_view(str(tmp_path / "b" / "pool.jsonl"), redact=True, model="bundled")
     with pytest.raises(InputError, match=r"report\.html is without texts"):
         run_view(str(one), str(two), output=str(tmp_path / "both.html"))
 

@@ -64,6 +64,8 @@ def test_earlier_calls_are_put_as_models_write_them() -> None:
     call = {"function": {"name": "f", "arguments": '{"a": 1}'}}
     message = Turn(role="assistant", tool_calls=[call]).as_message()
     assert message.content == '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+    message = Turn(role="assistant", content="\n\ncode:\n", tool_calls=[call]).as_message()
+    assert message.content.startswith("\n\ncode:\n\n<tool_call>"), "what a client sends is read as it is"
     for arguments in ("{", NESTED):
         with pytest.raises(Refused, match="tool_calls"):
             Turn(role="assistant", tool_calls=[{"function": {"name": "f", "arguments": arguments}}]).as_message()

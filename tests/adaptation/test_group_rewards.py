@@ -1,5 +1,3 @@
-"""Rewards of groups by name, each worked out by hand; none but one looks at gold answers."""
-
 from __future__ import annotations
 
 from dataclasses import replace

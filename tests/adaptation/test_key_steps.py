@@ -1,5 +1,3 @@
-"""Key steps: by rules, from replies of any kind, and what a stopped run leaves behind."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""Selections: what is chosen and kept, what the files know, and what is refused."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""What the tests of the callbacks share."""
-
 from collections.abc import Callable
 from pathlib import Path
 

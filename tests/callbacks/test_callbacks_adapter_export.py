@@ -1,5 +1,3 @@
-"""AdapterExport: what lies in the folder, when it is written, and that it loads."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""CalibrationCurve: figures and numbers before and after training, of the right responses, once."""
-
 from __future__ import annotations
 
 import os

@@ -1,5 +1,3 @@
-"""Estimates by names: words before an answer, means over responses, random numbers; and what is refused."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""Counts and agreement of questions as a view of recorded responses, and which targets they give."""
-
 from __future__ import annotations
 
 from dataclasses import replace

@@ -1,5 +1,3 @@
-"""The command line as a user meets it: help, errors, exit codes, and that a checkpoint does not override the user."""
-
 from __future__ import annotations
 
 import inspect

@@ -1,5 +1,3 @@
-"""The last words of a command: a mistake of the user's, a defect of ours, and Ctrl-C."""
-
 from __future__ import annotations
 
 import io

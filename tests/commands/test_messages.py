@@ -1,5 +1,3 @@
-"""What a command says while it runs: how far it is, whom it waits for, what it scores; nothing of other packages."""
-
 from __future__ import annotations
 
 import functools

@@ -1,5 +1,3 @@
-"""The model that scores, and a store that it sampled."""
-
 from __future__ import annotations
 
 import shutil

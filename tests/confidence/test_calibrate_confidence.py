@@ -1,5 +1,3 @@
-"""`selfcal fit-confidence` and `selfcal fit-threshold` on a JSON-lines pool, end to end through the command line."""
-
 from __future__ import annotations
 
 import json

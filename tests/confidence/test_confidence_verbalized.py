@@ -1,5 +1,3 @@
-"""Verbalized confidence on its three scales: how a reply is read, how it is asked for, and when there is none."""
-
 from __future__ import annotations
 
 from collections.abc import Callable

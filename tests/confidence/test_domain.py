@@ -1,5 +1,3 @@
-"""Questions unlike those that a confidence was trained on."""
-
 from __future__ import annotations
 
 import json

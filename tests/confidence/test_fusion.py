@@ -1,5 +1,3 @@
-"""The fused confidence: its fit against scikit-learn, its targets by hand, what it refuses, and its file."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""`selfcal score`: annotations beside a store's rows or a copy of a pool; resumed, refused, counted."""
-
 from __future__ import annotations
 
 import json

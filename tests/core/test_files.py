@@ -1,5 +1,3 @@
-"""Files that appear whole: what a kill leaves, and who may clean it up."""
-
 from __future__ import annotations
 
 import errno

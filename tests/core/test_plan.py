@@ -1,5 +1,3 @@
-"""What is checked and counted before a run begins: the plan, and settings that would fail after hours of sampling."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""Plug-ins: the user's own tasks, estimators and strategies, known to every verb and to processes that it starts."""
-
 from __future__ import annotations
 
 import json

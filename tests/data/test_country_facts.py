@@ -1,5 +1,3 @@
-"""The example on a real model: its task and its settings; neither needs the model."""
-
 from __future__ import annotations
 
 import importlib

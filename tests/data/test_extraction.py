@@ -1,5 +1,3 @@
-"""Answers are found inside responses, at their last word, whatever their wording."""
-
 from __future__ import annotations
 
 import time

@@ -1,5 +1,3 @@
-"""Re-extraction of answers: in one step, killed anywhere, and what belongs to the texts stays."""
-
 from __future__ import annotations
 
 import os

@@ -1,5 +1,3 @@
-"""The store: what goes in comes out, fingerprinted, joined by anyone."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""Annotations: values apart from the rows, shown in one step, bound to their origin and to their rows."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""The store when things go wrong: damaged files, full disks, killed and interrupted writers, two writers."""
-
 from __future__ import annotations
 
 import errno

@@ -1,5 +1,3 @@
-"""Every data set: its place on the hub, its rows as questions, and what happens to broken input."""
-
 from __future__ import annotations
 
 import dataclasses

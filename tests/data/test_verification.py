@@ -1,5 +1,3 @@
-"""Equality of answers, and the processes that decide it for expressions."""
-
 from __future__ import annotations
 
 import json

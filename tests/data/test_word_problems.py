@@ -1,5 +1,3 @@
-"""The word problems: splits share nothing, solutions hold, answers are read."""
-
 from __future__ import annotations
 
 import hashlib

@@ -1,5 +1,3 @@
-"""Sequences that carry both losses: ids, masks, cuts, padding."""
-
 from __future__ import annotations
 
 import math

@@ -1,5 +1,3 @@
-"""The data module: targets, draws and checks."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""Order of rows: a stop at any batch, several processes."""
-
 from __future__ import annotations
 
 import re

@@ -1,5 +1,3 @@
-"""The draw of an epoch and the plan of its optimiser steps."""
-
 from __future__ import annotations
 
 from collections import Counter

@@ -1,5 +1,3 @@
-"""Fixtures of the engines: the model as a plain forward pass, an activated adapter on it, and an undisturbed run."""
-
 from __future__ import annotations
 
 import pytest

@@ -1,5 +1,3 @@
-"""The share of a GPU that an engine may take beside a trainer."""
-
 from __future__ import annotations
 
 from pathlib import Path

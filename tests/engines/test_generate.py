@@ -1,5 +1,3 @@
-"""Generation with the fake engine: resumable, killed at any point, shared out, counted."""
-
 from __future__ import annotations
 
 import random

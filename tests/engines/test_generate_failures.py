@@ -1,5 +1,3 @@
-"""Sampling over engines that fail: what is left out, what is kept, and what the next run mends."""
-
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence

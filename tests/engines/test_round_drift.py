@@ -1,5 +1,3 @@
-"""Drift between rounds, by hand."""
-
 from __future__ import annotations
 
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""`selfcal generate --plan`: uneven numbers of responses, the very ones of an even run, and plans that do not fit."""
-
 from __future__ import annotations
 
 import json

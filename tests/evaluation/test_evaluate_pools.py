@@ -1,5 +1,3 @@
-"""Recorded pools as an evaluation reads them: files, stores, splits, lengths, and files in a task's own columns."""
-
 from __future__ import annotations
 
 import json

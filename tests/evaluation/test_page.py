@@ -1,5 +1,3 @@
-"""The report page: what it holds, what it must not let through, and how it behaves in a real browser."""
-
 from __future__ import annotations
 
 import base64

@@ -1,5 +1,3 @@
-"""Tables and figures show the rows that they are given, and nothing smoothed."""
-
 from __future__ import annotations
 
 import csv

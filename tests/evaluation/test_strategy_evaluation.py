@@ -1,5 +1,3 @@
-"""Strategies on pools: reshuffled curves, costs, settings chosen on calibration questions, intervals and refusals."""
-
 from __future__ import annotations
 
 from dataclasses import replace

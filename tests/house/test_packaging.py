@@ -1,5 +1,3 @@
-"""The package list against the folders, the wheel, and what importing the package needs."""
-
 from __future__ import annotations
 
 import ast

@@ -1,5 +1,3 @@
-"""Searches that a reward model steers: scripted by hand, and refused."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence

@@ -1,5 +1,3 @@
-"""Strategies by name: every one is a frozen dataclass under one contract, and mistakes are answered with help."""
-
 from __future__ import annotations
 
 from dataclasses import FrozenInstanceError, fields, is_dataclass

@@ -1,5 +1,3 @@
-"""Stopping rules by hand, against Bayes' rule by enumeration, and in simulations."""
-
 from __future__ import annotations
 
 import math

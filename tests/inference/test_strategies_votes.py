@@ -1,5 +1,3 @@
-"""Strategies that look at their whole budget: plain and weighted votes, best-of-N, CISC, Borda, and the oracle."""
-
 from __future__ import annotations
 
 import math

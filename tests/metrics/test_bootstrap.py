@@ -1,5 +1,3 @@
-"""Resampled questions, and what curves of accuracy over cost are read for: against plain loops and scipy."""
-
 from __future__ import annotations
 
 import itertools

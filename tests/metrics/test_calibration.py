@@ -1,5 +1,3 @@
-"""Calibration errors, bins and intervals: against vectors, loops, other libraries and simulated truths."""
-
 from __future__ import annotations
 
 import itertools

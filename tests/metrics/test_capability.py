@@ -1,5 +1,3 @@
-"""Capability, pass@k and their errors: against vectors, exact fractions, scipy and loops."""
-
 from __future__ import annotations
 
 import itertools

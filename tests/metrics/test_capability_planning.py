@@ -1,5 +1,3 @@
-"""Distributions of capability, maps to pass@k, and budgets that follow them."""
-
 from __future__ import annotations
 
 from collections.abc import Callable

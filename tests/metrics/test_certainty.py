@@ -1,5 +1,3 @@
-"""Certainty of tokens and of whole responses."""
-
 from __future__ import annotations
 
 import itertools

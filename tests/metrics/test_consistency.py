@@ -1,5 +1,3 @@
-"""Agreement of responses, and rewards and advantages that follow from it."""
-
 from __future__ import annotations
 
 from collections import Counter

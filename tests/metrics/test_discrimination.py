@@ -1,5 +1,3 @@
-"""Ranking of right above wrong responses: against vectors, scipy and plain loops."""
-
 from __future__ import annotations
 
 from collections.abc import Callable

@@ -1,5 +1,3 @@
-"""The stopping rules against recorded vectors, exact fractions and sampling."""
-
 from __future__ import annotations
 
 import itertools

@@ -1,5 +1,3 @@
-"""Losses and quantile errors: against vectors, torch and plain formulas."""
-
 from __future__ import annotations
 
 import itertools

@@ -1,5 +1,3 @@
-"""Probes' arithmetic: heads, ridge, the output layer."""
-
 from __future__ import annotations
 
 import math

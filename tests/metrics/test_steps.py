@@ -1,5 +1,3 @@
-"""Steps of responses: marks, rewards, search and selection over them."""
-
 from __future__ import annotations
 
 import itertools

@@ -1,5 +1,3 @@
-"""Streaming metrics: processes, pickles, casts, keys, counts and diagrams."""
-
 from __future__ import annotations
 
 import math

@@ -1,5 +1,3 @@
-"""Files of a model or an adapter that somebody else made: what they may say is bounded."""
-
 from __future__ import annotations
 
 import importlib.util

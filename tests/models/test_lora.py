@@ -1,5 +1,3 @@
-"""Adapters: what they attach to, and how they start."""
-
 from __future__ import annotations
 
 import pytest

@@ -1,5 +1,3 @@
-"""Folders of models and adapters that are not what they should be: no code runs, no pickle is read, files are named."""
-
 from __future__ import annotations
 
 import io

@@ -1,5 +1,3 @@
-"""Models, adapters and servers that are not there are refused before anything slow is asked."""
-
 from __future__ import annotations
 
 import shutil

@@ -1,5 +1,3 @@
-"""The base in NF4: what is quantised and what is not, and what is refused."""
-
 from __future__ import annotations
 
 from pathlib import Path

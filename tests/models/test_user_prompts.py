@@ -1,5 +1,3 @@
-"""A prompt of the user's own: what it makes of a question, who uses it, and what holds it fast."""
-
 from __future__ import annotations
 
 from dataclasses import replace

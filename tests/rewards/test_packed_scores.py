@@ -1,5 +1,3 @@
-"""Responses to a question are scored in one row behind its prompt, and get what they would get one by one."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator

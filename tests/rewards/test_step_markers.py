@@ -1,5 +1,3 @@
-"""Steps that end with a marker: one cut for training, rollouts, scoring and searches, and markers that cannot be."""
-
 from __future__ import annotations
 
 from dataclasses import replace

@@ -1,5 +1,3 @@
-"""Scaling of a reward model that is not trained: fitted to labels, votes or rollouts, kept as JSON, read everywhere."""
-
 from __future__ import annotations
 
 import json

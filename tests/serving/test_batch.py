@@ -1,5 +1,3 @@
-"""`selfcal batch`: each request once, also after kills; and what the driver and the source do when a question ends."""
-
 from __future__ import annotations
 
 import json

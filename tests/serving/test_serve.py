@@ -1,5 +1,3 @@
-"""`selfcal serve` as a process: what it answers, and that its samples are the library's."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""Modules as if they had been trained, and what is written of them, for the tests of exports."""
-
 from __future__ import annotations
 
 from pathlib import Path

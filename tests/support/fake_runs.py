@@ -1,5 +1,3 @@
-"""Runs of the sampler over the fake engine, and what they leave in a store."""
-
 from __future__ import annotations
 
 from pathlib import Path

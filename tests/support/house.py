@@ -1,5 +1,3 @@
-"""Where the project lies."""
-
 from __future__ import annotations
 
 from pathlib import Path

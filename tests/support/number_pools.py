@@ -1,5 +1,3 @@
-"""JSON-lines pools of number questions."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence

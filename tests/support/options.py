@@ -1,5 +1,3 @@
-"""Options of the verbs in one level, as tests write them, put into the records that the verbs take."""
-
 from __future__ import annotations
 
 from dataclasses import fields

@@ -1,5 +1,3 @@
-"""Copies of the tiny model: equal, changed, and less deep."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""Small models of several families, and responses to a few questions, packed and apart."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence

@@ -1,5 +1,3 @@
-"""What a check reads of a trainer, and a callback that saves checkpoints."""
-
 from __future__ import annotations
 
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""Small training runs that the tests of the callbacks share."""
-
 from __future__ import annotations
 
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""Small recorded questions for the tests of vote-like strategies: scores of any size, in any order."""
-
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence

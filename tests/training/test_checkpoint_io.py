@@ -1,5 +1,3 @@
-"""Checkpoints: whole or not there, read without running them, refused with a way out; and the random states in them."""
-
 from __future__ import annotations
 
 import errno

@@ -1,5 +1,3 @@
-"""Export: adapter folders, merged models, refusals, uploads."""
-
 from __future__ import annotations
 
 import hashlib

@@ -1,5 +1,3 @@
-"""Trained probes: their rows, heads and losses, the folder that everything else reads, checkpoints, exact resume."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""`selfcal predict` and `selfcal test`: confidences go into the store, beside the rows that they belong to."""
-
 from __future__ import annotations
 
 from pathlib import Path

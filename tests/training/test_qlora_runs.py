@@ -1,5 +1,3 @@
-"""QLoRA as it runs: trajectories, optimisers of bitsandbytes, checkpoints and resuming."""
-
 from __future__ import annotations
 
 from dataclasses import replace

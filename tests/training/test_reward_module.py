@@ -1,5 +1,3 @@
-"""Reward models with quantiles, from a policy or a public one: loss, packed rows, exact resume, exports, refusals."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""The module: its loss by hand, precision and modes, what it logs, validation, prediction."""
-
 from __future__ import annotations
 
 import math

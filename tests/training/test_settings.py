@@ -1,5 +1,3 @@
-"""Settings that cannot be: every module, data module and callback refuses them when it is made, and names the field."""
-
 from __future__ import annotations
 
 from typing import Any

@@ -1,5 +1,3 @@
-"""The table of what runs how, and that what it refuses is refused before the long work."""
-
 from __future__ import annotations
 
 import re

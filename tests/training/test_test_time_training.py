@@ -1,5 +1,3 @@
-"""Test-time training: its losses by hand, what sampled a round, packed rows, and exact resume."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""Fixtures of the engine over a server: a server in this process that says what it is told to, and its key."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator

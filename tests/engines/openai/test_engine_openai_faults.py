@@ -1,5 +1,3 @@
-"""The engine over a server that fails: what is tried again, what is given up, and what is told."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""What the engine over a server is made of, each by itself: replies, addresses, keys, waits, jobs."""
-
 from __future__ import annotations
 
 import contextlib

@@ -34,9 +34,8 @@ def test_replies_are_read_as_in_the_vectors(vectors: Callable[[str], dict[str, A
         assert parse_confidence(case["response"]) == expected, case
 
 
-@pytest.mark.parametrize(
-    ("reply", "value"),
-    [
+READINGS: dict[Callable[[str], float | None], list[tuple[str, float | None]]] = {
+    parse_confidence: [
         (r"\boxed{ 0.25 }", 0.25),
         (r"\boxed{85\%}", 0.85),
         (r"\boxed{85 %}", 0.85),
@@ -65,9 +64,30 @@ def test_replies_are_read_as_in_the_vectors(vectors: Callable[[str], dict[str, A
         ("", None),
         ("confidence" + "." * 100_000, None),
     ],
+    parse_words: [
+        (r"\boxed{\text{ Very good chance. }}", 0.75),
+        (r"First \boxed{unlikely}, no: \boxed{Highly likely}", 0.85),
+        (r"\boxed{0.35}", 0.35),
+        (r"\boxed{60\%}", 0.6),
+        ("Confidence: almost certain", 0.95),
+        ("It is likely that I would be wrong, since I am unlikely to know this at all.", None),
+        (r"<think>\boxed{likely}", None),
+        (r"\boxed{certainly}", None),
+        ("", None),
+    ],
+    parse_percentage: [
+        (r"\boxed{85}", 0.85), (r"\boxed{85.5\%}", 0.855), (r"\boxed{0}", 0.0), (r"\boxed{100}", 1.0),
+        (r"\boxed{101}", None), (r"\boxed{0.5}", 0.5), (r"\boxed{0.5\%}", 0.005), ("70 %", 0.7), ("Sure.", None),
+        ("1.", 0.01), (r"<think>\boxed{9}</think>\boxed{10}", 0.1),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("parse", "reply", "value"), [(parse, *row) for parse, rows in READINGS.items() for row in rows]
 )
-def test_replies(reply: str, value: float | None) -> None:
-    assert parse_confidence(reply) == (value if value is None else pytest.approx(value))
+def test_replies(parse: Callable[[str], float | None], reply: str, value: float | None) -> None:
+    assert parse(reply) == (value if value is None else pytest.approx(value))
 
 
 def entry_of(chat: ChatFormat, texts: tuple[str, ...] = TEXTS) -> QuestionSamples:
@@ -119,36 +139,6 @@ def test_every_word_is_the_middle_of_its_tenth() -> None:
         assert parse_words(f"{word}.") == pytest.approx(place / 10 + 0.05)
         assert word in TEN_WORDS.after
         assert f"{word} ({place / 10:.1f} to {(place + 1) / 10:.1f})" in TEN_WORDS.before
-
-
-@pytest.mark.parametrize(
-    ("reply", "value"),
-    [
-        (r"\boxed{\text{ Very good chance. }}", 0.75),
-        (r"First \boxed{unlikely}, no: \boxed{Highly likely}", 0.85),
-        (r"\boxed{0.35}", 0.35),
-        (r"\boxed{60\%}", 0.6),
-        ("Confidence: almost certain", 0.95),
-        ("It is likely that I would be wrong, since I am unlikely to know this at all.", None),
-        (r"<think>\boxed{likely}", None),
-        (r"\boxed{certainly}", None),
-        ("", None),
-    ],
-)
-def test_words(reply: str, value: float | None) -> None:
-    assert parse_words(reply) == (value if value is None else pytest.approx(value))
-
-
-@pytest.mark.parametrize(
-    ("reply", "value"),
-    [
-        (r"\boxed{85}", 0.85), (r"\boxed{85.5\%}", 0.855), (r"\boxed{0}", 0.0), (r"\boxed{100}", 1.0),
-        (r"\boxed{101}", None), (r"\boxed{0.5}", 0.5), (r"\boxed{0.5\%}", 0.005), ("70 %", 0.7), ("Sure.", None),
-        ("1.", 0.01), (r"<think>\boxed{9}</think>\boxed{10}", 0.1),
-    ],
-)  # fmt: skip
-def test_percentages(reply: str, value: float | None) -> None:
-    assert parse_percentage(reply) == (value if value is None else pytest.approx(value))
 
 
 @pytest.mark.parametrize(

@@ -22,9 +22,8 @@ from selfcal_lightning.data.tasks.registry import get_task
 REFERENCE_FAULTS = {"Answer: Based on", "Answer: Because", "Answer: Doris", "Answer: 1,000", "12.0.00"}
 
 
-@pytest.mark.parametrize(
-    ("text", "number"),
-    [
+READINGS: dict[Callable[[str], str | None], list[tuple[str, str | None]]] = {
+    read_number: [
         ("It is 3. No: 4.", "4"), ("Answer: 3\nWait.\nAnswer: 4", "4"),
         (r"\boxed{3} and then Answer: 4", "3"), (r"\boxed{3} or \boxed{18 \text{ dollars}}", "18"),
         (r"\boxed{\$1{,}234.50}", "1234.5"), (r"Answer: $\frac{3}{4}$ of 12", "0.75"),
@@ -49,25 +48,11 @@ REFERENCE_FAULTS = {"Answer: Based on", "Answer: Because", "Answer: Doris", "Ans
         ("3e4.5", "3"), ("1e1000", None),
         ("1,2,345,678", "2345678"), ("5,111,1234,567", "567"),
     ],
-)  # fmt: skip
-def test_numbers(text: str, number: str | None) -> None:
-    assert read_number(text) == number
-
-
-@pytest.mark.parametrize(
-    ("text", "form"),
-    [
+    canonical_number: [
         ("5.0", "5"), ("7.50", "7.5"), ("1,234", "1234"), (".5", "0.5"), ("007", "7"), ("6/8", "0.75"), ("1/3", "1/3"),
         ("1e-05", "0.00001"), ("1E+3", "1000"),
     ],
-)  # fmt: skip
-def test_canonical_numbers(text: str, form: str) -> None:
-    assert canonical_number(text) == form
-
-
-@pytest.mark.parametrize(
-    ("text", "letter"),
-    [
+    read_letter: [
         ("Answer: (B)", "B"), ("Answer: b)", "B"),
         ("**Answer:** D. because", "D"), ("Answer: **C**", "C"),
         ("Answer:\nE", "E"), ("Answer: A\nOn reflection:\nAnswer: B", "B"),
@@ -83,40 +68,29 @@ def test_canonical_numbers(text: str, form: str) -> None:
         ("B. library", "B"), ("A. bank\nB. library", None),
         ("none of these", None), ("", None),
     ],
-)  # fmt: skip
-def test_letters(text: str, letter: str | None) -> None:
-    assert read_letter(text) == letter
-
-
-def test_digits_stand_for_letters_only_when_asked() -> None:
-    read = [read_letter(f"Answer: {text}", digits=True) for text in ("3", "3.5 m", "12")]
-    assert read == ["C", None, None]
-    assert read_letter("Answer: 3") is read_letter("Answer: 3", "AB", digits=True) is None
-
-
-@pytest.mark.parametrize(
-    ("text", "answer"),
-    [
+    read_short_text: [
         (r"\boxed{\text{The Paris}}", "paris"), ("It is so.\nAnswer: Sinclair Lewis.", "sinclair lewis"),
         ("line 1\nLast line!", "last line"), ("  ", None), ("Answer: 1.5 million.", "1.5 million"),
     ],
-)  # fmt: skip
-def test_short_texts(text: str, answer: str | None) -> None:
-    assert read_short_text(text) == answer
-
-
-@pytest.mark.parametrize(
-    ("text", "content"),
-    [
+    last_boxed: [
         (r"\boxed{1}", "1"), (r"\boxed{", None),
         ("\\boxed{\n1}", "\n1"), (r"\boxed{x", None),
         (r"\boxed 5$", "5"), (r"\fbox{6}", "6"),
         (r"\boxed{\frac{1}{\boxed{2}}}", r"\frac{1}{2}"), (r"\boxed{1} then \boxed{2", "1"),
         (r"\boxed{\{1,2\}}", r"\{1,2\}"),
     ],
-)  # fmt: skip
-def test_boxes(text: str, content: str | None) -> None:
-    assert last_boxed(text) == content
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("read", "text", "found"), [(read, *row) for read, rows in READINGS.items() for row in rows])
+def test_readings(read: Callable[[str], str | None], text: str, found: str | None) -> None:
+    assert read(text) == found
+
+
+def test_digits_stand_for_letters_only_when_asked() -> None:
+    read = [read_letter(f"Answer: {text}", digits=True) for text in ("3", "3.5 m", "12")]
+    assert read == ["C", None, None]
+    assert read_letter("Answer: 3") is read_letter("Answer: 3", "AB", digits=True) is None
 
 
 @pytest.mark.parametrize(

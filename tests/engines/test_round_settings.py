@@ -20,11 +20,7 @@ from selfcal_lightning.training.rounds import adapter_folder
 
 TWO = [QuestionSource("word_problems", split="train", limit=2)]
 UNREADABLE = {"target": "p_true", "drop_none": False}  # two layers write no answers
-
-
-@pytest.fixture(scope="module")
-def tiny_model(shallow_model: str) -> str:
-    return shallow_model
+SHALLOW = True
 
 
 def digest(

@@ -9,9 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 import yaml
-from support.exported import shaken
+from support.exported import activated, shaken
 from support.module_batches import NO_DROPOUT
 from support.options import nested
 from support.training_runs import data_module, generation, trainer_with
@@ -35,12 +34,7 @@ OPTIONS |= {"max_new_tokens": 40, "dtype": "float32", "store_split": "validation
 
 @pytest.fixture(scope="module")
 def module(tiny_model: str) -> SelfCalibrationModule:
-    module = shaken(tiny_model, lora=ACTIVATED)
-    generator = torch.Generator().manual_seed(2)
-    for parameter in module.parameters():
-        if parameter.requires_grad:
-            parameter.data.normal_(std=0.15, generator=generator)
-    return module
+    return activated(tiny_model, std=0.15)
 
 
 @pytest.fixture(scope="module")

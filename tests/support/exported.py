@@ -1,10 +1,11 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from support.module_batches import quiet_trainer
+from support.module_batches import NO_DROPOUT, quiet_trainer
 
 from selfcal_lightning.models.lora import LoraSettings
 from selfcal_lightning.training.self_calibration import SelfCalibrationModule
@@ -20,6 +21,16 @@ def shaken(tiny_model: str, **settings: Any) -> SelfCalibrationModule:
         if parameter.requires_grad:
             parameter.data += torch.randn(parameter.shape, generator=generator) * 0.02
     module.eval()
+    return module
+
+
+def activated(tiny_model: str, std: float) -> SelfCalibrationModule:
+    """A module whose activated adapter says something else than the base model."""
+    module = shaken(tiny_model, lora=replace(NO_DROPOUT, activated=True))
+    generator = torch.Generator().manual_seed(2)
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            parameter.data.normal_(std=std, generator=generator)
     return module
 
 

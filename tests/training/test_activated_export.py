@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 import runpy
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from peft import AutoPeftModelForCausalLM, PeftModel
-from support.exported import checkpoint, shaken
-from support.module_batches import MIXED, NO_DROPOUT, batch_of
+from support.exported import activated, checkpoint, shaken
+from support.module_batches import MIXED, batch_of
 from support.peft_alora import reference_p_true
 from transformers import AutoModelForCausalLM
 
@@ -22,17 +21,10 @@ from selfcal_lightning.records import Message
 from selfcal_lightning.training.export import write_export
 from selfcal_lightning.training.self_calibration import SelfCalibrationModule
 
-ACTIVATED = replace(NO_DROPOUT, activated=True)
-
 
 @pytest.fixture(scope="module")
 def module(tiny_model: str) -> SelfCalibrationModule:
-    module = shaken(tiny_model, lora=ACTIVATED)
-    generator = torch.Generator().manual_seed(2)
-    for parameter in module.parameters():
-        if parameter.requires_grad:
-            parameter.data.normal_(std=0.3, generator=generator)
-    return module
+    return activated(tiny_model, std=0.3)
 
 
 @pytest.fixture

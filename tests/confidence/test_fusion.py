@@ -202,14 +202,9 @@ def test_fusion_survives_its_file(tmp_path: Path) -> None:
         ({"target": "reward"}, "`target` .* 'reward'"),
         ({"l2": 0.0}, "`l2` .* 0.0"),
         ({"name": "p_true"}, "`name` .* 'p_true'"),
+        ({"pool": [make_entry(["a", "a"], [0.5, 0.6], name=f"q{i}") for i in range(5)]}, "right and wrong responses"),
     ],
 )
 def test_arguments_are_checked(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        fit_fusion(mixed_pool(5), **changes)
-
-
-def test_responses_that_are_all_right_are_refused() -> None:
-    pool = [make_entry(["a", "a"], [0.5, 0.6], name=f"q{number}") for number in range(5)]
-    with pytest.raises(ValueError, match="right and wrong responses"):
-        fit_fusion(pool)
+        fit_fusion(**{"pool": mixed_pool(5), **changes})

@@ -188,6 +188,10 @@ def test_unreadable_counts_as_wrong_and_missing_is_left_out() -> None:
         ({"held_out": overconfident_pool(5)}, "not fitted on, but got 5 of 5"),
         ({"kind": "beta"}, "`kind` .* 'beta'"),
         ({"pool": []}, "at least one response"),
+        (
+            {"pool": with_samples(overconfident_pool(5), lambda s: replace(s, correct=None))},
+            "40 of 40 responses .* 'q0'",
+        ),
         ({"pool": [make_entry([None], [None])]}, "'p_true' to fit on, but got none"),
         ({"pool": [make_entry([None], [None])], "kind": "temperature"}, "'p_true' to fit on, but got none"),
         *(({"pool": [make_entry(["a"] * 2, [0.5, 0.9])], "kind": kind}, "but all 2 are 1") for kind in SCALER_KINDS),
@@ -196,12 +200,6 @@ def test_unreadable_counts_as_wrong_and_missing_is_left_out() -> None:
 def test_what_cannot_be_fitted_says_why(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         fit_scaler(**{"pool": overconfident_pool(5), "kind": "platt", **options})
-
-
-def test_labels_are_needed() -> None:
-    pool = with_samples(overconfident_pool(5), lambda s: replace(s, correct=None))
-    with pytest.raises(ValueError, match=r"40 of 40 responses .* 'q0'"):
-        fit_scaler(pool, "platt")
 
 
 @pytest.mark.parametrize(

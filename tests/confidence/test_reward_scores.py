@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.number_pools import write_number_pool
-from support.recorded_pools import NUM_QUESTIONS, NUM_SAMPLES
+from support.recorded_pools import NUM_QUESTIONS, NUM_SAMPLES, confidences_of
 from support.reward_models import stand_in
 
 from selfcal_lightning.cli import run
@@ -51,10 +51,6 @@ def outcomes(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Rewar
     return RewardSettings(stand_in(tiny_model, tmp_path_factory.mktemp("orm") / "m", format), format.name)
 
 
-def values(store: Path, name: str) -> list[float]:
-    return SampleStore(store).index(confidences=[name]).confidences[name].tolist()
-
-
 def test_scores_lie_beside_the_rows_and_choose_the_best_of_n(store: Path, prm: RewardSettings) -> None:
     arguments = ["score", "--store_dir", str(store), "--estimator", json.dumps(STEPS), "--reward.model", str(prm.model)]
     assert run([*arguments, "--reward.format", "math-shepherd", "--reward.steps", "sentence"]) == 0
@@ -63,7 +59,7 @@ def test_scores_lie_beside_the_rows_and_choose_the_best_of_n(store: Path, prm: R
     assert sum(row is not None and len(row) > 1 for row in rows) > TOTAL // 2
     for name, how in zip(STEPS, ("last", "min", "prod"), strict=True):
         expected = [np.nan if row is None else aggregate(row, how) for row in rows]  # type: ignore[arg-type]
-        assert values(store, name) == pytest.approx(expected, abs=1e-5, nan_ok=True)
+        assert confidences_of(store, name) == pytest.approx(expected, abs=1e-5, nan_ok=True)
     pool = list(SampleStore(store).samples(confidences=["prm"]))
     strategy = BestOfN(max_samples=NUM_SAMPLES, confidence="prm")
     for entry in pool:
@@ -119,7 +115,7 @@ def test_a_score_without_a_probability_has_a_name_of_its_own(store: Path, outcom
     (report,) = run_score("reward", str(store), reward=outcomes)
     assert (report.scored, report.unknown) == (TOTAL, 0)
     rows = [row for question in open_rewards(outcomes).read(list(SampleStore(store).samples())) for row in question]
-    assert values(store, "reward") == pytest.approx([row[0] for row in rows if row is not None], abs=1e-5)
+    assert confidences_of(store, "reward") == pytest.approx([row[0] for row in rows if row is not None], abs=1e-5)
 
 
 @pytest.fixture

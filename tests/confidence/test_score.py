@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.recorded_pools import NUM_QUESTIONS, NUM_SAMPLES
+from support.recorded_pools import NUM_QUESTIONS, NUM_SAMPLES, confidences_of
 
 from selfcal_lightning.cli import run
 from selfcal_lightning.commands.pools import run_export_pool
@@ -25,10 +25,6 @@ from selfcal_lightning.engines.transformers.engine import TransformersEngine
 from selfcal_lightning.records import ModelIdentity, QuestionSamples
 
 TOTAL = NUM_QUESTIONS * NUM_SAMPLES
-
-
-def values(store: Path, name: str) -> list[float]:
-    return SampleStore(store).index(confidences=[name]).confidences[name].tolist()
 
 
 def flat(rows: list[list[Any]]) -> list[Any]:
@@ -58,7 +54,7 @@ def test_scores_become_annotations_of_a_known_origin(
     tokens = TokenReader(engine._model.network, engine.chat)
     expected = [ResponseConsistency(), SelfCertainty(tokens), TokenEntropy(tokens)]
     for name, estimator in zip(names, expected, strict=True):
-        assert values(store, name) == pytest.approx(flat(estimator.score(pool)), abs=1e-4)
+        assert confidences_of(store, name) == pytest.approx(flat(estimator.score(pool)), abs=1e-4)
     assert annotation_names(store) == names
     (log,) = (store / "runs").glob("score-*.json")
     assert json.loads(log.read_text())["estimators"] == names
@@ -141,12 +137,12 @@ def test_a_broken_run_goes_on_where_it_stopped(
     monkeypatch.setattr(TokenReader, "read", fail_at_third)
     with pytest.raises(RuntimeError, match="the machine is gone"):
         run_score("self_certainty", str(store))
-    assert np.isfinite(values(store, "self_certainty")).sum() == 2 * NUM_SAMPLES
+    assert np.isfinite(confidences_of(store, "self_certainty")).sum() == 2 * NUM_SAMPLES
     (report,) = run_score("self_certainty", str(store))
     assert (report.reused, report.scored) == (2 * NUM_SAMPLES, 2 * NUM_SAMPLES)
     assert len(calls) == 5
     assert calls[2:4] == calls[2:3] * 2, "the question at which it broke is the first of the next run"
-    assert values(store, "self_certainty") == values(unbroken, "self_certainty")
+    assert confidences_of(store, "self_certainty") == confidences_of(unbroken, "self_certainty")
 
 
 def test_what_was_scored_is_shown_every_few_minutes(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,14 +173,14 @@ def test_other_settings_are_refused_or_take_the_place(store: Path) -> None:
         run_score("response_consistency", str(store), consistency_samples=2)
     run_score("response_consistency", str(store), consistency_samples=2, overwrite=True)
     pool = list(SampleStore(store).samples())
-    assert values(store, "response_consistency") == flat(ResponseConsistency(num_samples=2).score(pool))
+    assert confidences_of(store, "response_consistency") == flat(ResponseConsistency(num_samples=2).score(pool))
 
 
 def test_shares_make_up_the_whole(store: Path) -> None:
     parts = [run_score("response_consistency", str(store), shard=f"{i}/2")[0].scored for i in range(2)]
     assert sum(parts) == TOTAL
     assert 0 < parts[0] < TOTAL
-    assert np.isfinite(values(store, "response_consistency")).all()
+    assert np.isfinite(confidences_of(store, "response_consistency")).all()
 
 
 def test_export_writes_the_annotations_that_are_asked_for(store: Path, tmp_path: Path) -> None:
@@ -192,7 +188,7 @@ def test_export_writes_the_annotations_that_are_asked_for(store: Path, tmp_path:
     run_export_pool(str(store), str(tmp_path / "pool.jsonl"), confidences=["response_consistency"])
     import_pool(tmp_path / "pool.jsonl", tmp_path / "imported")
     found = SampleStore(tmp_path / "imported").index().confidences["response_consistency"]
-    assert found.tolist() == values(store, "response_consistency")
+    assert found.tolist() == confidences_of(store, "response_consistency")
     run_export_pool(str(store), str(tmp_path / "bare.jsonl"))
     assert "response_consistency" not in (tmp_path / "bare.jsonl").read_text()
     with pytest.raises(ValueError, match="`selfcal score` and `selfcal predict` write them"):
@@ -232,7 +228,7 @@ def test_a_pool_gets_the_confidences_of_a_store(pool: Path, sampled: Path, store
     expected = SampleStore(sampled).index().p_true.tolist()[:-1]
     assert [r["confidence"]["p_true"] for r in found[:-1]] == pytest.approx(expected, abs=1e-5)
     certainty = [r["confidence"]["self_certainty"] for r in found[:-1]]
-    assert certainty == pytest.approx(values(store, "self_certainty")[:-1], abs=1e-3)
+    assert certainty == pytest.approx(confidences_of(store, "self_certainty")[:-1], abs=1e-3)
     assert found[-1] == {"text": "", "answer": None}, "a response without a confidence is as it was"
     before = [json.loads(line) for line in pool.read_text().splitlines()]
     after = [json.loads(line) for line in (tmp_path / "out" / "pool.jsonl").read_text().splitlines()]

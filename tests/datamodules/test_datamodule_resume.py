@@ -181,10 +181,7 @@ def seen_by(pool: Pool, store_dir: str, world: int, **settings: Any) -> dict[str
 
 @pytest.mark.timeout(120)
 def test_two_processes_take_the_steps_of_one(pool: Pool, store_dir: str, tmp_path: Path) -> None:
-    results = {
-        "one": [seen_by(pool, store_dir, 1)],
-        "two": run_processes(seen_by, tmp_path, pool, store_dir, 2),
-    }
+    results = {"one": [seen_by(pool, store_dir, 1)], "two": run_processes(seen_by, tmp_path, pool, store_dir, 2)}
     steps = {
         name: [
             (

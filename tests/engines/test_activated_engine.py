@@ -6,12 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.activated_reference import (
-    ActivatedContract,
-    ReferencePeft,
-    check_half_precision,
-    without_confidence,
-)
+from support.activated_reference import ActivatedContract, ReferencePeft, check_half_precision, without_confidence
 from support.engine_reference import EDT, QUESTIONS, Reference
 
 from selfcal_lightning.engines.base import generate

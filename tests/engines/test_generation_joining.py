@@ -44,13 +44,15 @@ def fails_once(real: Callable[..., Any]) -> Callable[..., Any]:
     return flaky
 
 
-def _work_until_killed(folder: Path) -> None:
+def _work(folder: Path, *, failing: bool) -> None:
     with Rendezvous(folder, rank=1, world_size=2).working():
+        if failing:
+            raise SystemExit("out of memory")
         time.sleep(60)
 
 
 def test_the_silence_of_a_process_that_was_alive_ends_the_waiting(tmp_path: Path) -> None:
-    other = multiprocessing.get_context("fork").Process(target=_work_until_killed, args=(tmp_path,))
+    other = multiprocessing.get_context("fork").Process(target=_work, args=(tmp_path,), kwargs={"failing": False})
     other.start()
     deadline = time.monotonic() + 120.0
 
@@ -68,13 +70,8 @@ def test_the_silence_of_a_process_that_was_alive_ends_the_waiting(tmp_path: Path
         mine.meet()
 
 
-def _fail(folder: Path) -> None:
-    with Rendezvous(folder, rank=1, world_size=2).working():
-        raise SystemExit("out of memory")
-
-
 def test_the_failure_of_another_process_ends_the_waiting(tmp_path: Path) -> None:
-    other = multiprocessing.get_context("fork").Process(target=_fail, args=(tmp_path,))
+    other = multiprocessing.get_context("fork").Process(target=_work, args=(tmp_path,), kwargs={"failing": True})
     other.start()
     mine = Rendezvous(tmp_path, rank=0, world_size=2)
     try:

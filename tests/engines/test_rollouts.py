@@ -94,11 +94,8 @@ def test_every_distinct_inner_prefix_is_rolled_out_and_nothing_else(
         expected |= {(entry.question.text, s.text, float(r)) for s, r in zip(entry.samples, right, strict=True)}
     found = [(line["question"], line["reasoning_prefix"], line["success_prob"]) for line in lines]
     assert set(found) == expected
-    assert len(found) == len(wanted) + NUM_QUESTIONS + len({(s.question_id, s.text) for s in all_samples(sampled)})
-
-
-def all_samples(store: SampleStore) -> list[Sample]:
-    return [sample for entry in store.samples() for sample in entry.samples]
+    texts = {(sample.question_id, sample.text) for entry in sampled.samples() for sample in entry.samples}
+    assert len(found) == len(wanted) + NUM_QUESTIONS + len(texts)
 
 
 def test_a_run_goes_on_and_takes_more_prefixes(

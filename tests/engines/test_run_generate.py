@@ -212,10 +212,7 @@ def test_a_failing_worker_is_an_error(arguments: dict, tmp_path: Path) -> None:
         ({"top_p": 0.0}, "Expected `top_p`"),
         ({"limit": None, "offset": 5000}, r"`offset` .* the 2,000 questions .*got 5,000"),
         ({"offset": -1}, "`offset` to be at least 0, but got -1"),
-        (
-            {"model": "/nowhere/model", "devices": 2},
-            r"a folder or a name on the hub, but there is no folder '/nowhere",
-        ),
+        ({"model": "/nowhere/model", "devices": 2}, r"a folder or a name on the hub, but there is no folder '/nowhere"),
     ],
 )
 def test_arguments_are_refused_before_anything_is_written(

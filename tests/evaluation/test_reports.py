@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from matplotlib.axes import Axes
 from matplotlib.container import BarContainer
-from matplotlib.figure import Figure
 from rich.console import Console
 from support.processes import run_python
 
@@ -107,10 +106,6 @@ def printed(table: object) -> str:
     return stream.getvalue()
 
 
-def line_with(text: str, start: str) -> list[str]:
-    return next(line for line in text.splitlines() if line.strip().startswith(start)).split()
-
-
 def test_savings_without_calibration_show_their_interval() -> None:
     text = printed(saving_table([row for row in SAVINGS if row.chosen is None and row.target == 4]))
     assert "25% [24%,26%]" in text
@@ -118,7 +113,8 @@ def test_savings_without_calibration_show_their_interval() -> None:
 
 def test_consensus_and_break_even() -> None:
     text = printed(consensus_table(CONSENSUS, SCORES))
-    assert line_with(text, "sequence_logprob_platt")[1:5] == ["0.900", "0.700", "0.050", "25.0%"]
+    (line,) = (line.split() for line in text.splitlines() if line.strip().startswith("sequence_logprob_platt"))
+    assert line[1:5] == ["0.900", "0.700", "0.050", "25.0%"]
     rows = [
         BreakEvenRow(VOTES, 8, 1000.0, estimate(5.0), 5.0, 200, 180, None),
         BreakEvenRow(STOP, 8, 1000.0, estimate(9.0), 2.0, 112, 100, 120),
@@ -241,12 +237,6 @@ def _bars(axes: Axes, *, hatched: bool = False) -> dict[int, float]:
     }
 
 
-def _png(figure: Figure) -> bytes:
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=40)
-    return buffer.getvalue()
-
-
 def test_bars_are_the_reliability_bins() -> None:
     bins = reliability_bins(*_pool())
     figure = reliability_diagram(*_pool(), title="arithmetic")
@@ -297,7 +287,8 @@ def test_odd_pools_draw_without_a_warning(name: str) -> None:
         roc_figure({"after": (confidence, correct)}),
         confidence_distribution(confidence, correct),
     ):
-        assert _png(figure).startswith(b"\x89PNG")
+        figure.savefig(buffer := io.BytesIO(), format="png", dpi=40)
+        assert buffer.getvalue().startswith(b"\x89PNG")
 
 
 @pytest.mark.slow

@@ -131,8 +131,8 @@ class Truths:
         if key not in self._verdicts:
             strategy = choose_strategy(None, {}, scorers=scorers, fitted=fitted)
             live = POPULATION.live(strategy, scorers=scorers)
-            most = strategy.max_samples
-            for verdict, entry in zip(live, _scored(most, scorers), strict=True):
+            recorded = (POPULATION.entry(number, strategy.max_samples) for number in range(POPULATION.size))
+            for verdict, entry in zip(live, scored_pool(recorded, scorers), strict=True):
                 assert _facts(replay(strategy, entry)) == _facts(verdict)
             self._verdicts[key] = live
         return self._verdicts[key]
@@ -141,11 +141,6 @@ class Truths:
         """Return the share of wrong answers among those that the procedure gives; 0 where it gives none."""
         given = [verdict for verdict in self.verdicts(fitted, scorers) if fitted.answers(verdict)]
         return sum(not verdict.correct for verdict in given) / len(given) if given else 0.0
-
-
-def _scored(width: int, scorers: list[FittedScorer]) -> tuple[QuestionSamples, ...]:
-    entries = (POPULATION.entry(number, width) for number in range(POPULATION.size))
-    return scored_pool(entries, scorers)
 
 
 def _facts(verdict: Verdict) -> tuple[object, ...]:

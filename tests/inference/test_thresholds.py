@@ -18,12 +18,7 @@ from selfcal_lightning.confidence.scaling import fit_scaler
 from selfcal_lightning.core.files import sealed
 from selfcal_lightning.inference.sources import replay
 from selfcal_lightning.inference.stopping import EarlyStopping
-from selfcal_lightning.inference.thresholds import (
-    FittedThreshold,
-    fit_goal_threshold,
-    fit_risk_threshold,
-    grid_outcome,
-)
+from selfcal_lightning.inference.thresholds import FittedThreshold, fit_goal_threshold, fit_risk_threshold, grid_outcome
 from selfcal_lightning.inference.vectorised import Orders, PoolArrays, right_codes, with_setting
 from selfcal_lightning.inference.voting import SelfConsistency
 from selfcal_lightning.records import QuestionSamples, Sample, Verdict

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.module_batches import MIXED, batch_of, module_of, quiet_trainer, trained_state
+from support.module_batches import MIXED, batch_of, module_of, qlora, quiet_trainer, trained_state
 from support.other_models import change_json, plain_copy
 from support.training_runs import data_module, generation
 from torch.utils.data import DataLoader
@@ -15,7 +15,6 @@ from selfcal_lightning.callbacks.confidence_writer import prediction_origin
 from selfcal_lightning.models.chat_format import ChatFormat
 from selfcal_lightning.models.lora import merge_adapter
 from selfcal_lightning.models.quantization import keep_quantized_gradients, load_nf4_causal_lm, quantized_layers
-from selfcal_lightning.training.self_calibration import SelfCalibrationModule
 
 bitsandbytes = pytest.importorskip("bitsandbytes", reason="needs the extra qlora")
 
@@ -26,10 +25,6 @@ NF4 = torch.tensor(
      -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
      0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0]
 )  # fmt: skip
-
-
-def qlora(tiny_model: str, **settings: Any) -> SelfCalibrationModule:
-    return module_of(tiny_model, **{"quantization": "nf4", **settings})
 
 
 def small_model(folder: Path, **settings: Any) -> str:

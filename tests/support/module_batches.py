@@ -86,6 +86,10 @@ def module_of(tiny_model: str, **settings: Any) -> SelfCalibrationModule:
     return SelfCalibrationModule(tiny_model, **arguments)
 
 
+def qlora(tiny_model: str, **settings: Any) -> SelfCalibrationModule:
+    return module_of(tiny_model, **{"quantization": "nf4", **settings})
+
+
 def quiet_trainer(tmp_path: Path | None = None, **settings: Any) -> Trainer:
     off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary", "use_distributed_sampler")
     folder = None if tmp_path is None else str(tmp_path)

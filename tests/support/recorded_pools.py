@@ -45,6 +45,10 @@ def sample_store(
     return store
 
 
+def confidences_of(store: Path, name: str) -> list[float]:
+    return SampleStore(store).index(confidences=[name]).confidences[name].tolist()
+
+
 @torch.no_grad()
 def naive_statistics(model: str, engine: TransformersEngine, pool: Sequence[QuestionSamples]) -> list[list[Naive]]:
     """Compute every response alone, in float64, from the probabilities themselves."""

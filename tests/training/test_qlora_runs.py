@@ -13,7 +13,7 @@ from support.module_batches import (
     Planned,
     batch_of,
     largest_difference,
-    module_of,
+    qlora,
     quiet_trainer,
     trained_state,
 )
@@ -29,10 +29,6 @@ pytest.importorskip("bitsandbytes", reason="needs the extra qlora")
 pytestmark = pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU")
 WIDE = replace(NO_DROPOUT, r=32, alpha=16)  # tensors of 4,096 elements (q_proj, A of v_proj) and of 2,048 (B of v_proj)
 SHALLOW = True
-
-
-def qlora(tiny_model: str, **settings: Any) -> SelfCalibrationModule:
-    return module_of(tiny_model, **{"quantization": "nf4", **settings})
 
 
 # ---- trajectories

@@ -28,12 +28,7 @@ from selfcal_lightning.models.folders import check_files, read_manifest
 from selfcal_lightning.models.lora import LoraSettings
 from selfcal_lightning.rewards.formats import quantiles_of, reward_format
 from selfcal_lightning.rewards.heads import folded_outputs, monotone_quantiles
-from selfcal_lightning.rewards.module import (
-    TRAINED_FILE,
-    QuantileRewardModule,
-    RewardBatch,
-    reward_losses,
-)
+from selfcal_lightning.rewards.module import TRAINED_FILE, QuantileRewardModule, RewardBatch, reward_losses
 from selfcal_lightning.rewards.reading import check_rewards, completed, open_rewards, read_reward_file
 from selfcal_lightning.training.modules import trained_parameters
 

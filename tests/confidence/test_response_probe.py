@@ -89,22 +89,7 @@ def planted(num_questions: int, *, seed: int = 0) -> tuple[list[QuestionSamples]
     return pool, np.stack([rows, np.full_like(rows, 2.0)], axis=1)
 
 
-@pytest.fixture
-def reading(monkeypatch: pytest.MonkeyPatch) -> Callable[[np.ndarray], None]:
-    """Let the responses of the pools that are read next have these states, in their order."""
-
-    def give(states: np.ndarray) -> None:
-        left = iter(states)
-
-        def read(_: Any, pool: list[QuestionSamples]) -> list[np.ndarray]:
-            return [next(left) for entry in pool for _ in entry.samples]
-
-        monkeypatch.setattr(response_probe, "read_states", read)
-
-    return give
-
-
-def test_the_probe_is_a_ridge_of_standardised_states_and_a_rising_map(reading: Any) -> None:
+def test_the_probe_is_a_ridge_of_standardised_states_and_a_rising_map(monkeypatch: pytest.MonkeyPatch) -> None:
     pool, states = planted(40)
     probe = fit_response_probe(pool, list(states), target="agreement", origin={})
     y = np.concatenate([[(sum(s.answer == o.answer for o in e.samples) - 1) / 7 for s in e.samples] for e in pool])
@@ -120,7 +105,7 @@ def test_the_probe_is_a_ridge_of_standardised_states_and_a_rising_map(reading: A
     assert probe.error < 0.2 * probe.constant_error
     assert (np.diff(probe.map.y) >= 0.0).all()
     others, theirs = planted(60, seed=1)
-    reading(theirs)
+    monkeypatch.setattr(response_probe, "read_states", lambda *_: list(theirs))
     found = np.array([value for row in probe.score(None, others) for value in row])
     agreement = [sum(s.answer == o.answer for o in e.samples) - 1 for e in others for s in e.samples]
     assert np.mean((found - np.array(agreement) / 7) ** 2) < 0.2 * np.var(np.array(agreement) / 7)

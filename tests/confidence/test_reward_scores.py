@@ -45,12 +45,6 @@ def prm(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> RewardSett
     return RewardSettings(folder, format.name, "sentence")
 
 
-@pytest.fixture(scope="module")
-def outcomes(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> RewardSettings:
-    format = reward_format("sequence-classifier")
-    return RewardSettings(stand_in(tiny_model, tmp_path_factory.mktemp("orm") / "m", format), format.name)
-
-
 def test_scores_lie_beside_the_rows_and_choose_the_best_of_n(store: Path, prm: RewardSettings) -> None:
     arguments = ["score", "--store_dir", str(store), "--estimator", json.dumps(STEPS), "--reward.model", str(prm.model)]
     assert run([*arguments, "--reward.format", "math-shepherd", "--reward.steps", "sentence"]) == 0
@@ -105,7 +99,9 @@ def test_a_model_trained_here_reads_the_recorded_tokens(store: Path, tiny_model:
     assert (report.scored, report.encoded) == (TOTAL, 0)
 
 
-def test_a_score_without_a_probability_has_a_name_of_its_own(store: Path, outcomes: RewardSettings) -> None:
+def test_a_score_without_a_probability_has_a_name_of_its_own(store: Path, tiny_model: str, tmp_path: Path) -> None:
+    format = reward_format("sequence-classifier")
+    outcomes = RewardSettings(stand_in(tiny_model, tmp_path / "orm", format), format.name)
     with pytest.raises(
         ValueError, match=r"'orm' cannot read .* judges whole responses without a probability\. Use reward\."
     ):

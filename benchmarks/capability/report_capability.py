@@ -162,15 +162,12 @@ def head(report: Mapping[str, Any]) -> str:
 
 
 def estimate_table(measured: Measured) -> str:
-    rows = []
-    for name, (words, samples, labels) in ESTIMATES.items():
-        if f"id/{name}/mse" not in measured:
-            continue
-        cells = [words, str(samples), "yes" if labels else "no"]
-        for split in TESTS:
-            for measure in ("mse", "spearman", "ece"):
-                cells.append(_cell(measured, f"{split}/{name}/{measure}"))
-        rows.append(cells)
+    rows = [
+        [words, str(samples), "yes" if labels else "no",
+         *(_cell(measured, f"{split}/{name}/{measure}") for split in TESTS for measure in ("mse", "spearman", "ece"))]
+        for name, (words, samples, labels) in ESTIMATES.items()
+        if f"id/{name}/mse" in measured
+    ]  # fmt: skip
     measures = [f"{name}, {WORDS[split]}" for split in TESTS for name in ("MSE", "Spearman", "ECE")]
     return _table(["estimate", "responses", "labels", *measures], rows)
 

@@ -86,7 +86,9 @@ class Study:
     alone: str | None = None
     layout: Mapping[str, Any] = field(default_factory=dict)
     image: str | None = None
-    met: Callable[[Any, dict[str, Any]], bool] = lambda options, report: _none_missed(report)
+    met: Callable[[Any, dict[str, Any]], bool] = lambda options, report: (
+        not any(row["met"] is False for row in report.get("criteria", ()))
+    )
 
     @property
     def name(self) -> str:
@@ -130,10 +132,6 @@ class Study:
         print(f"Written to {options.results}: {self.name}.md and .json.")
         if self.image and picture is not None and options.results == RESULTS:
             save_figure(picture, IMAGES / self.image, dpi=self.layout.get("dpi", 120))
-
-
-def _none_missed(report: Mapping[str, Any]) -> bool:
-    return not any(row["met"] is False for row in report.get("criteria", ()))
 
 
 def configuration(

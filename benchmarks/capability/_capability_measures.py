@@ -358,7 +358,7 @@ def _application_checks(columns: Columns) -> list[Check]:
     gain = columns[f"id/gain/{PROBE}, Beta gain"]
     checks = [
         check(
-            f"solved by a plan of {plan} samples a question beyond an even share", gain[budgets.index(plan)],
+            f"solved by a plan of {plan} samples a question beyond a uniform allocation", gain[budgets.index(plan)],
             ("low", ">", 0.0),
         ),
         check(

@@ -138,7 +138,7 @@ def as_markdown(report: Mapping[str, Any]) -> str:
         "responses": confidence_table(measured),
         "pass_at_k": pass_at_k_table(measured),
         "budgets": budget_table(measured),
-        "asking": asking_table(measured),
+        "abstention": abstention_table(measured),
         "sizes": size_table(measured),
     }  # fmt: skip
     return "\n".join(line for name, text in parts.items() for line in section(name, [text])).rstrip("\n") + "\n"
@@ -198,7 +198,7 @@ def budget_table(measured: Measured) -> str:
     ways = [key.removeprefix("id/gain/") for key in measured if key.startswith("id/gain/")]
     tables = []
     for split in TESTS:
-        rows = [["an even share", *map(_shown, measured[f"{split}/solved/{UNIFORM}"])]]
+        rows = [["uniform allocation", *map(_shown, measured[f"{split}/solved/{UNIFORM}"])]]
         for way in ways:
             if way != UNIFORM:
                 gains = measured[f"{split}/gain/{way}"]
@@ -207,7 +207,7 @@ def budget_table(measured: Measured) -> str:
     return "\n\n".join(tables)
 
 
-def asking_table(measured: Measured) -> str:
+def abstention_table(measured: Measured) -> str:
     shown = [share for share in LEFT_OUT if share in (0.1, 0.2, 0.5)]
     rows = [
         [words, *(_shown(measured[f"{split}/lost/{name}"][LEFT_OUT.index(share)])
@@ -228,11 +228,11 @@ def size_table(measured: Measured) -> str:
 def figure(report: Mapping[str, Any]) -> Figure:
     measured: Measured = report["measured"]
     drawn = Figure(figsize=(11.0, 8.4), layout="constrained")
-    (errors, curves), (budgets, asking) = drawn.subplots(2, 2)
+    (errors, curves), (budgets, abstention) = drawn.subplots(2, 2)
     _draw_errors(errors, measured)
     _draw_curves(curves, measured)
     _draw_budgets(budgets, measured)
-    _draw_asking(asking, measured)
+    _draw_abstention(abstention, measured)
     return drawn
 
 
@@ -281,18 +281,18 @@ def _draw_budgets(axes: Axes, measured: Measured) -> None:
     axes.set_xscale("log", base=2)
     axes.set_xticks(budgets, [f"{budget:.0f}" for budget in budgets])
     frame(axes)
-    axes.set(xlabel="mean samples a question", ylabel="solved beyond an even share", title="Budgets in domain")
+    axes.set(xlabel="mean samples a question", ylabel="solved beyond a uniform allocation", title="Budgets in domain")
     axes.legend(fontsize=8, frameon=False)
 
 
-def _draw_asking(axes: Axes, measured: Measured) -> None:
+def _draw_abstention(axes: Axes, measured: Measured) -> None:
     for split, style in (("id", "-"), ("ood", "--")):
         for name, words, colour in ((PROBE, "label-free probe", AFTER), (ORACLE, "oracle", GREY)):
             lost = _values(measured[f"{split}/lost/{name}"])
             axes.plot(LEFT_OUT, lost, style, color=colour, marker="o", markersize=3, label=f"{words}, {WORDS[split]}")
     axes.plot((0.0, LEFT_OUT[-1]), (0.0, LEFT_OUT[-1]), ":", color="black", linewidth=0.8, label="at random")
     frame(axes)
-    axes.set(xlabel="share of questions left out", ylabel="share of right responses lost", title="Not asking")
+    axes.set(xlabel="share of questions left out", ylabel="share of right responses lost", title="Abstention")
     axes.legend(fontsize=8, frameon=False)
 
 

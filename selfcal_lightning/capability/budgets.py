@@ -176,14 +176,14 @@ def _solved(test: TestQuestions, given: Integers) -> Floats:
     return pass_at_k(test.truth.num_samples, test.truth.num_correct, given)
 
 
-EVEN_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
+UNIFORM_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
 @dataclass(frozen=True)
 class MixingRow:
     way: str
     budget: int  # mean samples a question
-    even_shares: tuple[float, ...]  # weights of the uniform allocation
+    uniform_shares: tuple[float, ...]  # weights of the uniform allocation
     gain: tuple[Estimate, ...]  # expected share of questions solved, beyond the uniform allocation
 
 
@@ -192,7 +192,7 @@ def compare_mixing(
     calibration: TestQuestions | None = None,
     *,
     budget: int | None = None,
-    even_shares: Sequence[float] = EVEN_SHARES,
+    uniform_shares: Sequence[float] = UNIFORM_SHARES,
     num_resamples: int = 1000,
     seed: int = 0,
 ) -> list[MixingRow]:
@@ -206,7 +206,7 @@ def compare_mixing(
     rows = []
     for way, share in sharing_ways(test, calibration, most).items():
         plan = share(chosen * len(test.truth))
-        mixed = [allocation.interpolated_allocation(even, plan, weight) for weight in even_shares]
+        mixed = [allocation.interpolated_allocation(even, plan, weight) for weight in uniform_shares]
         gains = tuple(estimate_of(_solved(test, each) @ weights - alone) for each in mixed)
-        rows.append(MixingRow(way, chosen, tuple(even_shares), gains))
+        rows.append(MixingRow(way, chosen, tuple(uniform_shares), gains))
     return rows

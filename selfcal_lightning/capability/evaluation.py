@@ -324,16 +324,16 @@ LEFT_OUT = (0.1, 0.2, 0.5)
 
 
 @dataclass(frozen=True)
-class AskingRow:
+class AbstentionRow:
     name: str
     left_out: tuple[float, ...]  # shares of the questions abstained from, those of least value
     lost: tuple[Estimate, ...]  # share of all right responses lost with them
     pass_at_1: tuple[Estimate, ...]  # of the questions that are asked
 
 
-def compare_asking(
+def compare_abstention(
     test: TestQuestions, *, left_out: Sequence[float] = LEFT_OUT, num_resamples: int = 1000, seed: int = 0
-) -> list[AskingRow]:
+) -> list[AbstentionRow]:
     """Return what each estimate, and the oracle, loses by abstaining from the questions of least value.
 
     Only the order of the values matters. The resamples keep the choice of questions fixed.
@@ -347,7 +347,7 @@ def compare_asking(
         kept = [asked_questions(values, share) for share in left_out]
         lost = tuple(estimate_of(lost_column(shares, mask, weights)) for mask in kept)
         passed = tuple(estimate_of(_divided((shares * mask) @ weights, mask @ weights)) for mask in kept)
-        rows.append(AskingRow(name, tuple(left_out), lost, passed))
+        rows.append(AbstentionRow(name, tuple(left_out), lost, passed))
     return rows
 
 

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from selfcal_lightning.capability.budgets import MAPS, BudgetRow, MixingRow, PassAtKCurve
 from selfcal_lightning.capability.evaluation import (
-    AskingRow,
+    AbstentionRow,
     CapabilityComparison,
     DecompositionRow,
     DefinitionGap,
@@ -64,7 +64,7 @@ def budget_figure(rows: Sequence[BudgetRow]) -> Figure:
 
 def mixing_figure(rows: Sequence[MixingRow]) -> Figure:
     """Draw what plans solve beyond a uniform allocation, over how much of that is mixed in."""
-    figure, axes = _gains_figure({row.way: row.gain for row in rows}, rows[0].even_shares)
+    figure, axes = _gains_figure({row.way: row.gain for row in rows}, rows[0].uniform_shares)
     axes.set_xlabel(f"share of a uniform allocation mixed in, {rows[0].budget} samples a question")
     return figure
 
@@ -106,7 +106,7 @@ BUDGET_NOTE = (
     "the difference from it. Shared before any is drawn, or one at a time, with a verifier that stops at the first "
     "right one. Samples that an estimate has read are not charged."
 )
-ASKING_NOTE = (
+ABSTENTION_NOTE = (
     "Abstention: share of all right responses that is lost where so many questions of least capability are left out, "
     "and the share of right responses to the others."
 )
@@ -158,12 +158,12 @@ def budget_table(rows: Sequence[BudgetRow]) -> ReportTable:
 
 
 def mixing_table(rows: Sequence[MixingRow]) -> ReportTable:
-    shares = (f"{share:.0%} uniform" for share in rows[0].even_shares)
+    shares = (f"{share:.0%} uniform" for share in rows[0].uniform_shares)
     headings = [f"beyond a uniform allocation, B = {rows[0].budget}", *shares]
     return ReportTable(headings, [[row.way, *(_shown(gain, signed=True) for gain in row.gain)] for row in rows])
 
 
-def asking_table(rows: Sequence[AskingRow]) -> ReportTable:
+def abstention_table(rows: Sequence[AbstentionRow]) -> ReportTable:
     shares = [f"{share:.0%} left out" for share in rows[0].left_out]
     headings = ["left out by", *(f"lost, {share}" for share in shares), *(f"pass@1, {share}" for share in shares)]
     return ReportTable(headings, [[row.name, *map(_shown, row.lost), *map(_shown, row.pass_at_1)] for row in rows])
@@ -176,13 +176,13 @@ def comparison_markdown(
     *,
     parts: Sequence[DecompositionRow],
     gap: DefinitionGap,
-    asking: Sequence[AskingRow],
+    abstention: Sequence[AbstentionRow],
     mixing: Sequence[MixingRow],
 ) -> str:
     parts_of_page: list[ReportTable | str] = [
         comparison_table(comparison), what_to_know(comparison), decomposition_table(parts), gap_note(gap),
-        curve_table(curves), budget_table(budgets), BUDGET_NOTE, mixing_table(mixing), asking_table(asking),
-        ASKING_NOTE,
+        curve_table(curves), budget_table(budgets), BUDGET_NOTE, mixing_table(mixing), abstention_table(abstention),
+        ABSTENTION_NOTE,
     ]  # fmt: skip
     texts = (one if isinstance(one, str) else markdown_table(*one) if one.rows else "" for one in parts_of_page)
     return "\n\n".join(filter(None, texts)) + "\n"

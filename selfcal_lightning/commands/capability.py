@@ -233,7 +233,7 @@ def _check_source(options: Mapping[str, object]) -> None:
 FORMAT = "selfcal_lightning.capability"
 RESULTS, TABLES = "capability.json", "capability.md"
 FIGURES = (
-    "capability_reliability.png", "pass_at_k.png", "budgets.png", "decomposition.png", "cost.png", "even_share.png",
+    "capability_reliability.png", "pass_at_k.png", "budgets.png", "decomposition.png", "cost.png", "uniform_share.png",
 )  # fmt: skip
 
 
@@ -290,7 +290,7 @@ def run_evaluate_capability(
             pass_at_k=sampling_budgets.pass_at_k_curves(table, others, ks=ks, **resampled),
             budgets=sampling_budgets.compare_budgets(table, others, **resampled),
             mixing=sampling_budgets.compare_mixing(table, others, **resampled),
-            asking=evaluation.compare_asking(table, **resampled),
+            abstention=evaluation.compare_abstention(table, **resampled),
         )
     settings = {
         "pool": pool, "estimator": names, "split": split, "calibration_split": calibration_split, "task": task,
@@ -310,7 +310,7 @@ class _Found:
     definition_gap: evaluation.DefinitionGap
     pass_at_k: Sequence[sampling_budgets.PassAtKCurve]
     budgets: Sequence[sampling_budgets.BudgetRow]
-    asking: Sequence[evaluation.AskingRow]
+    abstention: Sequence[evaluation.AbstentionRow]
     mixing: Sequence[sampling_budgets.MixingRow]
 
 
@@ -339,7 +339,7 @@ def _write(folder: Path, settings: dict[str, Any], test: evaluation.TestQuestion
     files.write_atomically(folder / RESULTS, files.to_json(record))
     tables = reports.comparison_markdown(
         found.comparison, found.pass_at_k, found.budgets, parts=found.decomposition, gap=found.definition_gap,
-        asking=found.asking, mixing=found.mixing,
+        abstention=found.abstention, mixing=found.mixing,
     )  # fmt: skip
     files.write_atomically(folder / TABLES, tables.encode())
     drawn = (
@@ -369,8 +369,8 @@ def _show(found: _Found, test: evaluation.TestQuestions, folder: Path) -> None:
     console.print(reports.budget_table(found.budgets).for_terminal("budgets"))
     say(reports.BUDGET_NOTE)
     console.print(reports.mixing_table(found.mixing).for_terminal("a uniform allocation mixed in"))
-    console.print(reports.asking_table(found.asking).for_terminal("abstention"))
-    say(reports.ASKING_NOTE)
+    console.print(reports.abstention_table(found.abstention).for_terminal("abstention"))
+    say(reports.ABSTENTION_NOTE)
     say(f"Written: {', '.join(str(folder / name) for name in (RESULTS, TABLES, *FIGURES))}", soft_wrap=True)
 
 
@@ -643,7 +643,7 @@ def run_allocate(
     given[asked] = allocation.interpolated_allocation(even, greedy, uniform_share)
     details = {
         "scores": scores, "budget": budget, "gain": gain, "concentration": concentration, **bounds,
-        "skip_below": skip_below, "even_share": uniform_share,
+        "skip_below": skip_below, "uniform_share": uniform_share,
     }  # fmt: skip
     plan = SamplePlan({one.id: int(count) for one, count in zip(questions, given, strict=True)}, details)
     plan.save(output)
@@ -668,7 +668,7 @@ def describe_plan(given: Integers) -> str:
 
 
 MOST_SAMPLES = 1_000_000  # a budget above it is a mistake
-ASKING_FORMAT, VERSION = "selfcal_lightning.asking_threshold", 1
+ABSTENTION_FORMAT, VERSION = "selfcal_lightning.abstention_threshold", 1
 # In the order of testing, which must not depend on the calibration questions: from the most to the least demanding.
 GRID = tuple(number / 20 for number in range(19, -1, -1))
 NUM_STARTS = 4  # few questions may reach the first thresholds
@@ -703,9 +703,11 @@ def run_fit_abstention_threshold(
         procedure: How Learn then Test corrects for testing many thresholds.
     """
     files.check_replaceable(
-        output, lambda file: (files.json_object_or_none(file) or {}).get("format") == ASKING_FORMAT, option="output",
+        output,
+        lambda file: (files.json_object_or_none(file) or {}).get("format") == ABSTENTION_FORMAT,
+        option="output",
         kind="an earlier threshold of this kind",
-    )  # fmt: skip
+    )
     if grid is not None and not grid:
         raise InputError("Expected `grid` to hold a threshold, but got none.")
     found = fitted_maps.calibration_questions(pool, split=split, name=estimator)
@@ -716,7 +718,7 @@ def run_fit_abstention_threshold(
     if certificate.threshold is None:
         raise RunError(f"{certificate.message} Nothing is written; allow a larger `risk`, or sample more questions.")
     Path(output).parent.mkdir(parents=True, exist_ok=True)
-    record = {"format": ASKING_FORMAT, "version": VERSION, "estimator": estimator, "pool": pool, "split": split}
+    record = {"format": ABSTENTION_FORMAT, "version": VERSION, "estimator": estimator, "pool": pool, "split": split}
     files.write_atomically(Path(output), files.to_json({**record, **asdict(certificate)}))
     wrong = certificate.loss / max(certificate.num_answered, 1)
     tell(

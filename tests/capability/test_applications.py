@@ -127,7 +127,7 @@ def test_the_concentration_is_fitted_where_none_is_given(written: Path, tmp_path
 def test_a_threshold_that_bounds_the_wrong_responses(
     written: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    store, output = str(written / "store"), tmp_path / "asking.json"
+    store, output = str(written / "store"), tmp_path / "abstention.json"
     values = run_score_questions(probe=str(written / "probe"), store_dir=store, split="calibration")
     found = run_fit_abstention_threshold(store, str(output), risk=0.9, delta=0.2)
     assert found.threshold is not None

@@ -16,7 +16,7 @@ from selfcal_lightning.capability.budgets import compare_budgets, compare_mixing
 from selfcal_lightning.capability.evaluation import (
     ORACLE,
     TestQuestions,
-    compare_asking,
+    compare_abstention,
     compare_estimators,
     test_questions,
 )
@@ -142,28 +142,28 @@ def test_the_order_of_the_rows_decides_nothing(tmp_path: Path) -> None:
     assert results[0] == results[1]
 
 
-def test_an_even_share_is_mixed_in_by_hand() -> None:
+def test_a_uniform_allocation_is_mixed_in_by_hand() -> None:
     test = judged([4, 1, 0], 4, {"right": [1.0, 0.25, 0.0]})
-    right, oracle = compare_mixing(test, even_shares=[0.0, 0.5, 1.0], num_resamples=20)
+    right, oracle = compare_mixing(test, uniform_shares=[0.0, 0.5, 1.0], num_resamples=20)
     assert (right.way, right.budget) == ("right, geometric gain", 2)
-    # The plan is 1, 4 and 1 of the samples, the even share 2, 2 and 2; of 3 the second has a right one at 3/4.
+    # The plan is 1, 4 and 1 of the samples, the uniform allocation 2, 2 and 2; of 3 the second has a right one at 3/4.
     assert [each.value for each in right.gain] == pytest.approx([1 / 6, 1 / 12, 0.0])
     assert [each.value for each in oracle.gain] == pytest.approx([1 / 6, 1 / 12, 0.0])
     with pytest.raises(InputError, match="`budget` to lie between 1 and 4"):
         compare_mixing(test, budget=5)
 
 
-def test_not_asking_by_hand() -> None:
+def test_abstention_by_hand() -> None:
     test = judged([4, 1, 0, 3], 4, {"right": [1.0, 0.25, 0.0, 0.75], "wrong": [0.0, 0.5, 1.0, 0.9]})
-    right, wrong, oracle = compare_asking(test, left_out=[0.25, 0.5], num_resamples=20)
+    right, wrong, oracle = compare_abstention(test, left_out=[0.25, 0.5], num_resamples=20)
     assert [each.value for each in right.lost] == pytest.approx([0.0, 1 / 8])
     assert [each.value for each in right.pass_at_1] == pytest.approx([2 / 3, 7 / 8])
     assert [each.value for each in wrong.lost] == pytest.approx([1 / 2, 5 / 8])
     assert [each.value for each in oracle.lost] == pytest.approx([0.0, 1 / 8])
     nobody = judged([0, 0], 4, {"p": [0.1, 0.2]})
-    assert compare_asking(nobody, num_resamples=0)[0].lost[0].value is None, "nothing can be lost"
+    assert compare_abstention(nobody, num_resamples=0)[0].lost[0].value is None, "nothing can be lost"
     with pytest.raises(InputError, match=r"`left_out` to lie in \[0, 1\), but got \[1.0\]"):
-        compare_asking(test, left_out=[1.0])
+        compare_abstention(test, left_out=[1.0])
 
 
 def test_an_estimate_is_not_judged_by_the_responses_that_it_read(written: Path) -> None:
@@ -195,9 +195,9 @@ def test_what_is_written(written: Path, tmp_path: Path, capsys: pytest.CaptureFi
     names = [row["name"] for row in record["comparison"]["rows"]]
     assert names == [*(plain := ["probe", "agreeing_pairs", "oracle"]), *(f"{name} + isotonic" for name in plain)]
     assert len(record["pass_at_k"]) == 3 * 4, "three estimates by four ways"
-    assert [row["name"] for row in record["asking"]][:3] == plain
+    assert [row["name"] for row in record["abstention"]][:3] == plain
     assert (output / "capability.md").read_text().startswith("| estimate | samples | labels | MSE |")
-    for name in ("capability_reliability.png", "pass_at_k.png", "budgets.png", "even_share.png"):
+    for name in ("capability_reliability.png", "pass_at_k.png", "budgets.png", "uniform_share.png"):
         assert (output / name).read_bytes().startswith(b"\x89PNG")
     (output / "capability.json").write_text("{}")
     assert run(command) == 1

@@ -121,7 +121,7 @@ def activated_run(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> 
 @torch.no_grad()
 def test_plain_peft_on_a_4_bit_base_states_the_same_confidences(activated_run: Run, tiny_model: str) -> None:
     batch = batch_of(MIXED[:8], activated_run.module.chat)
-    wanted = activated_run.module.confidence(batch).p_true
+    wanted = activated_run.module.confidence(batch).p_true.float()
     base = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32, quantization_config=FOUR_BITS)
     for module in base.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
@@ -143,7 +143,7 @@ def test_plain_peft_reads_it_on_the_base_as_it_is_stored(activated_run: Run, tin
     stored.configure_model()
     set_adapter_state(stored.model, adapter_state(activated_run.module.model))
     stored.eval()
-    wanted = stored.confidence(batch).p_true
+    wanted = stored.confidence(batch).p_true.float()
     torch.testing.assert_close(reference_p_true(found, batch, stored.chat), wanted, atol=1e-5, rtol=0)
     apart = (activated_run.module.confidence(batch).p_true - wanted).abs().max()
     assert 1e-4 < apart < 0.3, "four bits are not what is stored, and near it"

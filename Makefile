@@ -48,7 +48,7 @@ setup-clients: .venv-clients/.ready  ## add the clients that ask `selfcal serve`
 demo: $(VENV)/.ready  ## calibrate the bundled model and compare before and after (about three minutes on two idle cores)
 	$(BIN)/selfcal demo
 
-demo-real: $(VENV)/.ready-smollm  ## the same on SmolLM2-135M-Instruct and country facts (about ten minutes on two cores)
+demo-real: $(VENV)/.ready-smollm  ## the same on SmolLM2-135M-Instruct and country facts (about twelve minutes on two cores)
 	$(BIN)/python benchmarks/real/report_real.py --demo
 
 test: $(VENV)/.ready  ## all tests but the slow ones

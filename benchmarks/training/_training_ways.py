@@ -167,9 +167,8 @@ def _ours(
         batch = collator(rows.tuples(np.asarray(places), real))
         moved = batch.to(device)
         if device == "cuda" and not shared_prefix:
-            moved.attention_mask = (
-                None  # causal attention does not see padding on the right; without it, flash kernels run
-            )
+            # Causal attention does not see padding on the right; with a mask of ones, flash kernels run.
+            moved = moved.replace(attention_mask=torch.ones_like(moved.attention_mask))
         work.append(Work(_module_loss(moved), batch.input_ids.numel(), batch_load(batch)))
     return work
 

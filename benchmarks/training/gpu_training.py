@@ -41,7 +41,7 @@ from _training_rows import (
 from _training_rows import random_rows as make_rows
 from _training_ways import WAYS, Work, shared_prefix
 
-from selfcal_lightning.models.causal_lm import logits_at
+from selfcal_lightning.models.causal_lm import exclude_cudnn, logits_at
 from selfcal_lightning.models.packing import FLEX, SEGMENTS
 
 FLEX_MULTIPLE = 512  # packed rows of few widths, so that little is compiled again
@@ -96,6 +96,8 @@ def do(job: Job, setting: Setting, *, device: str, seconds: float) -> dict[str, 
         torch.set_num_threads(1)
     if job.name == "matrix rate":
         return matrix_rate(device, setting.matrix)
+    if job.way in ("", "shared prefix"):  # as training does; the other ways take what PyTorch chooses
+        exclude_cudnn(torch.device(device))
     if not job.way:
         return equality(device, setting, job)
     return train(device, setting, job, seconds=seconds)

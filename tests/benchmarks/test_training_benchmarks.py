@@ -14,6 +14,8 @@ import torch
 from support.packed_rows import tree_attention_mask
 from support.processes import run_command, run_python
 
+from selfcal_lightning.training.batches import SSCBatch
+
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks" / "training"
 Script = Callable[[str], ModuleType]
 ABSENT = ("datasets", "jsonargparse", "bitsandbytes", "vllm", "math_verify", "aiohttp")
@@ -74,6 +76,19 @@ def test_the_ways_give_the_same_losses_and_gradients(script: Script) -> None:
     errors = bench.check("tiny", rows=4)
     assert errors.keys() == throughput.WAYS.keys()
     assert max(errors.values()) < 1e-5
+
+
+def test_batches_on_a_gpu_have_a_mask_of_ones_and_give_the_same_losses(
+    script: Script, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ways, made = script("_training_ways"), script("_training_rows")
+    chat = made.bundled_chat()
+    rows = made.random_rows(made.Lengths(9, 6), questions=2, samples=4, vocab_size=64)
+    module = made.random_module("tiny", chat)
+    monkeypatch.setattr(SSCBatch, "to", lambda batch, device: batch)
+    on_a_gpu, on_a_cpu = (ways.bucketing(rows, chat, 4, device) for device in ("cuda", "cpu"))
+    for one, other in zip(on_a_gpu, on_a_cpu, strict=True):
+        torch.testing.assert_close(one.loss(module), other.loss(module))
 
 
 def test_measurements_are_kept_but_half_a_line_and_those_of_other_code_are_not(script: Script, tmp_path: Path) -> None:

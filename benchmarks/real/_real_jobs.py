@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +58,9 @@ TOKEN_STATISTICS = ("self_certainty", "token_entropy", "lowest_group_confidence"
 # Joint training takes the target that it was made for, and fewer steps: the generator changes with every one.
 JOINT_TUPLES = 640
 TEXT_QUESTIONS = 16
-# Many CPUs compute in bfloat16 several times as slowly as in float32.
-DTYPE = "float32" if is_slow_in_bfloat16("cpu") else "bfloat16"
+CPU, GPU = "cpu", "gpu"
+READING = Path("states")  # one network at a time is read in this process
+MAX_BATCH = {CPU: "128", GPU: "512"}
 # Responses end where the model ends them; the report says how many reached this limit.
 MAX_NEW_TOKENS = 400
 
@@ -69,6 +73,38 @@ class Sizes:
     num_samples: int = 8
 
 
+class Machine:
+    """Where the commands run, and how many of them at once; on a GPU, what one of them takes is no measure of cost."""
+
+    def __init__(self, device: str = CPU, at_once: int = 1) -> None:
+        self.device, self.at_once = device, at_once
+        self._free = threading.Semaphore(at_once)
+        self._taken: dict[Path, threading.Lock] = {}
+
+    @property
+    def dtype(self) -> str:
+        """Type of the weights that sample and score; many CPUs are several times as slow in bfloat16 as in float32."""
+        return "float32" if self.device == CPU and is_slow_in_bfloat16("cpu") else "bfloat16"
+
+    def run(self, log: Path, *arguments: str) -> None:
+        with self._free:
+            run(log, *arguments, threads=None if self.at_once == 1 else 1)
+
+    def alone(self, folder: Path) -> threading.Lock:
+        """Return what keeps two jobs from making the same folder."""
+        return self._taken.setdefault(folder, threading.Lock())
+
+    def together(self, *jobs: Callable[[], object]) -> None:
+        """Run jobs that do not need one another: in their order, or at the same time."""
+        if self.at_once == 1:
+            for job in jobs:
+                job()
+            return
+        with ThreadPoolExecutor(len(jobs)) as pool:
+            for done in [pool.submit(job) for job in jobs]:
+                done.result()
+
+
 @dataclass(frozen=True)
 class Jobs:
     """The jobs of one model and task in one folder."""
@@ -78,6 +114,7 @@ class Jobs:
     task: str
     sizes: Sizes
     tested: str = "test"  # the split of the figures
+    machine: Machine = field(default_factory=Machine)
 
     @property
     def name(self) -> str:
@@ -122,13 +159,16 @@ class Jobs:
         return str(EXAMPLE / f"{self.task}.py")
 
     def convert(self) -> None:
-        if not (self.model / "config.json").is_file():
-            self._run("convert-gguf", "--file", gguf(self.model.name), "--output_dir", str(self.model))
+        with self.machine.alone(self.model):
+            if not (self.model / "config.json").is_file():
+                self._run("convert-gguf", "--file", gguf(self.model.name), "--output_dir", str(self.model))
 
     def sample(self, store: Path, split: str, *, model: Path | None = None, seed: int = 0) -> None:
         limit = getattr(self.sizes, "test" if split == self.tested else split)
         further = () if limit is None else ("--limit", str(limit))
-        self._generate(model or self.model, store, split, seed, "--extend", "true", "--engine.dtype", DTYPE, *further)
+        further = "--extend", "true", "--engine.dtype", self.machine.dtype, *further
+        with self.machine.alone(store):
+            self._generate(model or self.model, store, split, seed, *further)
 
     def activate(self, way: str, seed: int) -> Path:
         """Train an activated adapter on the training responses and return its folder."""
@@ -140,12 +180,20 @@ class Jobs:
         if way == TWO_EPOCHS:
             config["trainer"]["max_epochs"] = 2
         if way == SIXTEEN:
-            store = self.folder / "samples_16"
-            if not store.is_dir():
-                shutil.copytree(self.samples, store)
-            replace(self, sizes=replace(self.sizes, num_samples=16)).sample(store, "train")
-            config["data"]["init_args"] |= {"store_dir": str(store), "num_samples": 16}
-        return self._fit(folder, config)
+            replace(self, sizes=replace(self.sizes, num_samples=16)).sample(self.sixteen, "train")
+            config["data"]["init_args"] |= {"store_dir": str(self.sixteen), "num_samples": 16}
+        with self.machine.alone(folder):
+            return self._fit(folder, config)
+
+    @property
+    def sixteen(self) -> Path:
+        """Store of 16 training responses to a question."""
+        return self.folder / "samples_16"
+
+    def copy_samples(self) -> None:
+        """Begin the store of 16 responses with the 8 of the others, before anything is written beside these."""
+        if not self.sixteen.is_dir():
+            shutil.copytree(self.samples, self.sixteen)
 
     def learning_rate(self, seed: int) -> float:
         """Return the rate that an adapter was trained at, by its configuration."""
@@ -154,17 +202,21 @@ class Jobs:
 
     def score(self, adapter: Path, name: str) -> None:
         """Put the confidence of an activated adapter on the test and validation responses."""
-        self.score_one(self.test, self.tested, adapter, name)
-        self.score_one(self.samples, "validation", adapter, name)
+        self.machine.together(
+            partial(self.score_one, self.test, self.tested, adapter, name),
+            partial(self.score_one, self.samples, "validation", adapter, name),
+        )
 
     def score_one(self, store: Path, split: str, adapter: Path, name: str) -> None:
         self._score(store, split, "p_true", "--adapter", str(adapter), "--name", name)
 
     def try_other_ways(self) -> None:
         """Train in other ways, choose by the validation responses, and score the test ones by the best way alone."""
-        for way in OTHER_WAYS:
-            self.score_one(self.samples, "validation", self.activate(way, 0), f"{way}_0")
+        self.machine.together(*(partial(self._try, way) for way in OTHER_WAYS))
         self.score_one(self.test, "test", self.activate(BEST_WAY, 0), f"{BEST_WAY}_0")
+
+    def _try(self, way: str) -> None:
+        self.score_one(self.samples, "validation", self.activate(way, 0), f"{way}_0")
 
     def draw_again(self) -> None:
         """Sample the test questions a second time, and score them by the first adapter."""
@@ -189,13 +241,16 @@ class Jobs:
         """Keep the hidden states of all responses, by split."""
         from _states import read_states
 
+        dtype = getattr(torch, self.machine.dtype)
         for split, file in self.states.items():
-            if not file.is_file():
+            with self.machine.alone(READING):
+                if file.is_file():
+                    continue
                 store = self.test if split == self.tested else self.samples
                 used, pool = time.process_time(), entries(store, split)
                 file.parent.mkdir(exist_ok=True)
-                dtype = getattr(torch, DTYPE)
-                np.savez(file, **read_states(self.model, self.read_prompt(), pool, dtype=dtype))
+                device = "cuda" if self.machine.device == GPU else "cpu"
+                np.savez(file, **read_states(self.model, self.read_prompt(), pool, dtype=dtype, device=device))
                 self._note(f"read states, {split}", time.process_time() - used)
 
     @property
@@ -204,9 +259,13 @@ class Jobs:
 
     def sample_twice(self, adapter: Path) -> None:
         """Sample some test questions by the base model, and by the base model with an activated adapter, in float32."""
-        for name, further in (("base", ()), ("activated", ("--adapter", str(adapter)))):
-            limited = ("--limit", str(TEXT_QUESTIONS), *further)
-            self._generate(self.model, self.texts / name, "test", 1, *limited)
+        limited = "--limit", str(TEXT_QUESTIONS), "--engine.dtype", "float32"
+        self.machine.together(
+            *(
+                partial(self._generate, self.model, self.texts / name, "test", 1, *limited, *further)
+                for name, further in (("base", ()), ("activated", ("--adapter", str(adapter))))
+            )
+        )
 
     def train_jointly(self) -> Path:
         """Train generation and confidence together, and return the folder of the merged model."""
@@ -225,7 +284,7 @@ class Jobs:
             "generate", "--plugins", self.plugin, "--model", str(model), "--store_dir", str(store), "--task", self.task,
             "--split", split, "--num_samples", str(self.sizes.num_samples), "--seed", str(seed),
             "--sampling.temperature", str(TEMPERATURES[self.model.name]), "--sampling.edt_scale", "null",
-            "--sampling.max_new_tokens", str(MAX_NEW_TOKENS), "--engine.max_batch", "128",
+            "--sampling.max_new_tokens", str(MAX_NEW_TOKENS), "--engine.max_batch", MAX_BATCH[self.machine.device],
             *(("--prompt", str(self.prompt)) if self.prompt else ()), *further,
             what=f"sample {split} ({store.relative_to(self.folder)})",
         )  # fmt: skip
@@ -234,7 +293,7 @@ class Jobs:
         what = f"score {split} ({store.name}), {further[-1] if further else 'token statistics'}"
         self._run(
             "score", "--estimator", estimator, "--store_dir", str(store), "--split", split, "--engine.dtype",
-            DTYPE, "--engine.max_batch", "128", *further, what=what,
+            self.machine.dtype, "--engine.max_batch", MAX_BATCH[self.machine.device], *further, what=what,
         )  # fmt: skip
 
     def _configuration(self, target: str, seed: int, folder: Path) -> dict[str, Any]:
@@ -242,10 +301,13 @@ class Jobs:
         # The store holds validation questions too, which would be taken for those of training's own validation.
         config["trainer"]["limit_val_batches"] = 0
         sampler = config["trainer"]["callbacks"][0]["init_args"]
-        sampler["engine"]["dtype"] = DTYPE
+        sampler["engine"]["dtype"] = self.machine.dtype
         sampler["sampling"]["temperature"] = TEMPERATURES[self.model.name]
         del sampler["seed"]
         config["model"]["init_args"]["base_model"] = str(self.model)
+        if self.machine.device == GPU:
+            config["trainer"]["accelerator"] = GPU
+            config["model"]["init_args"]["torch_dtype"] = "float32"  # as "auto" is on a CPU
         if (rate := LEARNING_RATES.get((self.model.name, self.task))) is not None:
             config["model"]["init_args"]["lr"] = rate
         if self.prompt is not None:
@@ -281,12 +343,14 @@ class Jobs:
 
     def _run(self, *arguments: str, what: str | None = None) -> None:
         used = children_seconds()
-        run(self.folder / "log.txt", *arguments, threads=None)
+        self.machine.run(self.folder / "log.txt", *arguments)
         if what is not None:
             self._note(what, children_seconds() - used)
 
     def _note(self, what: str, seconds: float) -> None:
         """Add CPU seconds to the costs."""
+        if self.machine.device == GPU or self.machine.at_once > 1:
+            return
         costs = self.costs()
         costs[what] = round(costs.get(what, 0.0) + seconds, 1)
         (self.folder / COSTS).write_text(json.dumps(costs, indent=1) + "\n")
@@ -307,12 +371,14 @@ def gguf(name: str) -> str:
     return str(assemble())
 
 
-def all_jobs(output: Path, models: Path, names: Sequence[str], tasks: Sequence[str], sizes: Sizes) -> list[Jobs]:
+def all_jobs(
+    output: Path, models: Path, names: Sequence[str], tasks: Sequence[str], sizes: Sizes, machine: Machine | None = None
+) -> list[Jobs]:
     """Return the jobs of each model on its tasks; those of the first model lie in ``output`` itself."""
     found = []
     for model in names:
         for name in (one for one in TASKS[model] if one in tasks):
             task, _, tested = name.partition("/")
             folder = output / ("" if model == SMOLLM else model) / task
-            found.append(Jobs(folder, models / model, task, sizes, tested or "test"))
+            found.append(Jobs(folder, models / model, task, sizes, tested or "test", machine or Machine()))
     return found

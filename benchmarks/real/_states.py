@@ -35,13 +35,18 @@ def agreement(entry: QuestionSamples) -> list[float]:
 
 @torch.inference_mode()
 def read_states(
-    model: Path, prompt: Prompt | None, pool: Sequence[QuestionSamples], *, dtype: torch.dtype = torch.float32
+    model: Path,
+    prompt: Prompt | None,
+    pool: Sequence[QuestionSamples],
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
 ) -> dict[str, Floats]:
     """Return the states [N, D] of all responses of a pool, in its order, by the base model."""
     chat = load_chat(EngineOptions(), str(model), query=DEFAULT_QUERY, prompt=prompt)
     network = AutoModelForCausalLM.from_pretrained(
         model, dtype=dtype, trust_remote_code=False, use_safetensors=True
-    ).eval()
+    ).to(device)  # in evaluation mode
     rows = []
     for entry in pool:
         asked = chat.prompt_ids(entry.question.messages)
@@ -55,9 +60,8 @@ def read_states(
         ids = torch.zeros(len(batch), width, dtype=torch.long)
         for line, at in enumerate(batch):
             ids[line, : len(rows[at][2])] = torch.tensor(rows[at][2])
-        states = (
-            network.base_model(input_ids=ids, use_cache=False).last_hidden_state.float().numpy()
-        )  # causal: padding is never seen
+        seen = network.base_model(input_ids=ids.to(device), use_cache=False)  # causal: padding is never seen
+        states = seen.last_hidden_state.float().cpu().numpy()
         for line, at in enumerate(batch):
             start, length, whole = rows[at]
             end = start + max(length, 1)

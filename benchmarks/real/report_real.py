@@ -18,19 +18,23 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
+import torch
 from _real_jobs import (
     ARITHMETIC,
     BEST_WAY,
     CONFIRMATION,
+    CPU,
     CROSS_ENTROPY,
     FACTS,
     GEMMA,
+    GPU,
     JOINT,
     LABEL,
     LEAVE_ONE_OUT,
@@ -43,6 +47,7 @@ from _real_jobs import (
     TRIED_ON,
     WIKIDATA,
     Jobs,
+    Machine,
     Sizes,
     all_jobs,
     entries,
@@ -89,6 +94,7 @@ DEMO = {
     "seeds": [0],
 }
 
+GPU_FILE = "gpu.json"
 Pool = list[QuestionSamples]
 ADAPTER, UPPER, FUSED = "adapter", "labels", "fused"
 LIKELIHOOD, KIND, COCOA, ENTROPY = "likelihood", "kind", "cocoa", "semantic_entropy"
@@ -156,6 +162,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--{split}", type=int, default=None, help=f"{split} questions; all where left out")
     parser.add_argument("--num_samples", type=int, default=8, help="responses to a question")
     parser.add_argument("--without", nargs="*", choices=(LABEL, JOINT), default=[], help="arms to leave out")
+    parser.add_argument("--device", choices=(CPU, GPU), default=CPU)
+    parser.add_argument("--at_once", type=int, default=1, help="commands that run at the same time")
     parser.add_argument("--demo", action="store_true", help="a small run of minutes; the report goes to --output")
     if "--demo" in sys.argv[1:]:
         parser.set_defaults(**DEMO)
@@ -165,37 +173,59 @@ def complete(parser: argparse.ArgumentParser, options: Options) -> None:
     if options.num_samples < max(BLOCKS):
         parser.error(f"--num_samples must be at least {max(BLOCKS)}, got {options.num_samples}.")
     sizes = Sizes(options.train, options.test, options.validation, options.num_samples)
-    options.jobs = all_jobs(options.output, options.converted, options.models, options.tasks, sizes)
+    options.machine = Machine(options.device, options.at_once)
+    places = options.output, options.converted, options.models, options.tasks
+    options.jobs = all_jobs(*places, sizes, options.machine)
     if options.demo:
         options.results = options.output
 
 
 def run(options: Options) -> None:
-    print(account(options), flush=True)
-    for jobs in options.jobs:
-        jobs.convert()
+    if options.device == CPU:
+        print(account(options), flush=True)
+    else:
+        write_gpu(options.output)
+    options.machine.together(*(partial(run_task, options, jobs) for jobs in options.jobs))
+
+
+def run_task(options: Options, jobs: Jobs) -> None:
+    together, first = jobs.machine.together, options.seeds[0]
+    tries = jobs.name == TRIED_ON and not options.demo
+
+    def sample_for_training() -> None:
         for split in ("train", "validation"):
             jobs.sample(jobs.samples, split)
-        jobs.sample(jobs.test, jobs.tested, seed=1)
-        for seed in options.seeds:
-            jobs.score(jobs.activate(LEAVE_ONE_OUT, seed), f"{LEAVE_ONE_OUT}_{seed}")
-        if options.demo:
-            continue
-        jobs.probe()
-        jobs.score_tokens()
-        jobs.read_states()
+        if tries:
+            jobs.copy_samples()
+
+    def calibrate(seed: int) -> None:
+        jobs.score(jobs.activate(LEAVE_ONE_OUT, seed), f"{LEAVE_ONE_OUT}_{seed}")
+
+    def compare_loss(seed: int) -> None:
+        jobs.score_one(jobs.test, jobs.tested, jobs.activate(CROSS_ENTROPY, seed), f"{CROSS_ENTROPY}_{seed}")
+
+    jobs.convert()
+    together(sample_for_training, partial(jobs.sample, jobs.test, jobs.tested, seed=1))
+    parts: list[Callable[[], object]] = [partial(calibrate, seed) for seed in options.seeds]
+    if not options.demo:
+        parts += [jobs.probe, jobs.score_tokens, jobs.read_states]
         if jobs.tested == CONFIRMATION:
-            for seed in options.seeds:
-                jobs.score_one(jobs.test, jobs.tested, jobs.activate(CROSS_ENTROPY, seed), f"{CROSS_ENTROPY}_{seed}")
-            continue
-        jobs.sample_twice(jobs.activate(LEAVE_ONE_OUT, options.seeds[0]))
-        jobs.draw_again()
-        if LABEL not in options.without:
-            jobs.score(jobs.activate(LABEL, 0), f"{LABEL}_0")
-        if jobs.name == TRIED_ON:
-            jobs.try_other_ways()
-        if JOINT not in options.without:
-            jobs.sample(jobs.joint_test, "test", model=jobs.train_jointly(), seed=1)
+            parts += [partial(compare_loss, seed) for seed in options.seeds]
+        else:
+            parts += [lambda: jobs.sample_twice(jobs.activate(LEAVE_ONE_OUT, first)), jobs.draw_again]
+            if LABEL not in options.without:
+                parts.append(lambda: jobs.score(jobs.activate(LABEL, 0), f"{LABEL}_0"))
+            if tries:
+                parts.append(jobs.try_other_ways)
+            if JOINT not in options.without:
+                parts.append(lambda: jobs.sample(jobs.joint_test, "test", model=jobs.train_jointly(), seed=1))
+    together(*parts)
+
+
+def write_gpu(folder: Path) -> None:
+    """Note which GPU samples and trains, for the caption."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / GPU_FILE).write_text(json.dumps({"name": torch.cuda.get_device_name(), "torch": torch.__version__}))
 
 
 def account(options: Options) -> str:
@@ -236,8 +266,13 @@ def assemble(options: Options) -> dict[str, Any]:
     if options.demo:  # too small for targets
         for task in tasks.values():
             task.pop("criteria", None)
-    elif (earlier := options.results / "report_real.json").is_file():  # tasks that were left out keep their figures
-        tasks = json.loads(earlier.read_text())["tasks"] | tasks
+    elif (file := options.results / "report_real.json").is_file():  # tasks that were left out keep their figures
+        earlier = json.loads(file.read_text())["tasks"]
+        if options.device == GPU:  # what the jobs cost is measured on a CPU
+            for name, task in tasks.items():
+                task |= {"gpu": json.loads((options.output / GPU_FILE).read_text())}
+                task |= {key: earlier[name][key] for key in ("costs", "work") if name in earlier}
+        tasks = earlier | tasks
     return {
         "tasks": {name: tasks[name] for name in TITLES if name in tasks},
         "samples": options.num_samples,
@@ -725,8 +760,10 @@ def _work_table(tasks: Mapping[str, Any]) -> list[str]:
 def _task_lines(name: str, task: Mapping[str, Any]) -> list[str]:
     seeds = ", ".join(map(str, task["seeds"]))
     trained = f"{seeds}, at a learning rate of {task['learning_rate']}" if seeds else "none"
+    gpu = "gpu" in task
+    sampled = f"{task['model']}, on an {task['gpu']['name']}" if gpu else task["model"]
     lines = [
-        f"{task['model']}. {task['train']} training questions without labels, {task['validation']} labelled ones for "
+        f"{sampled}. {task['train']} training questions without labels, {task['validation']} labelled ones for "
         f"scalers and fusions, {task['questions']} test questions ({task['responses']:,} responses, read on "
         f"{task['read']}, manifest {task['sha256'][:12]}). A response has {task['response_tokens']:.1f} tokens in the "
         f"mean, {task['cut']:.1%} were cut, {task['unreadable']:.1%} are unreadable and count as wrong. "
@@ -793,6 +830,7 @@ def _task_lines(name: str, task: Mapping[str, Any]) -> list[str]:
         lines += ["", *table(heads[: len(rows[0])], rows)]
     if task["costs"]:
         rows = [[what, f"{seconds:.0f}"] for what, seconds in task["costs"].items()]
+        lines += ["On two cores without a GPU, in an earlier run of these jobs:"] if gpu else []
         lines += ["", *table(["job", "CPU seconds"], rows)]
     if "criteria" in task:
         rows = [

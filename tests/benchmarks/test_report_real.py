@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -55,6 +56,27 @@ def test_agreement_of_a_kind_leaves_the_response_itself_out(
 ) -> None:
     # Of the seven others, 2 agree with each a, 2 with each c, none with b, and nothing with the unreadable one.
     assert script("report_real").agreement_of_kinds([entry]) == {"capital": pytest.approx(6 * 2 / 7 / 8)}
+
+
+def test_jobs_run_at_the_same_time_where_they_may_and_a_failure_ends_the_report(
+    script: Callable[[str], ModuleType], tmp_path: Path
+) -> None:
+    machine = script("_real_jobs").Machine("gpu", at_once=2)
+    both = threading.Barrier(2, timeout=20)
+    machine.together(both.wait, both.wait)
+    assert machine.alone(tmp_path) is machine.alone(tmp_path)
+    with pytest.raises(SystemExit, match=r"no-such-verb. ended with 2"):
+        machine.together(lambda: machine.run(tmp_path / "log.txt", "no-such-verb"), lambda: None)
+
+
+def test_on_a_gpu_training_is_in_float32_too(script: Callable[[str], ModuleType], tmp_path: Path) -> None:
+    jobs = script("_real_jobs")
+    for device, dtype in (("cpu", None), ("gpu", "float32")):
+        one = jobs.Jobs(tmp_path, tmp_path / "smollm2", jobs.FACTS, jobs.Sizes(), machine=jobs.Machine(device))
+        config = one._configuration(jobs.LEAVE_ONE_OUT, 0, tmp_path)
+        assert config["trainer"]["accelerator"] == device
+        assert config["trainer"]["precision"] == "32-true"
+        assert config["model"]["init_args"].get("torch_dtype") == dtype
 
 
 def test_states_of_a_response_do_not_depend_on_its_neighbours(script: Callable[[str], ModuleType]) -> None:

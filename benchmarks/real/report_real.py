@@ -88,9 +88,9 @@ DEMO = {
     "output": Path("runs/demo-real"),
     "models": [SMOLLM],
     "tasks": [FACTS],
-    "train": 110,
-    "validation": 35,
-    "test": 90,
+    "train": 100,
+    "validation": 25,
+    "test": 80,
     "seeds": [0],
 }
 

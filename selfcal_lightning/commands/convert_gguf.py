@@ -74,6 +74,11 @@ def _convert(source: Path, target: Path, dtype: str) -> None:
         ) from error
     # What was read is no longer quantised, but transformers would still refuse to save it.
     model.hf_quantizer, model.is_quantized = None, False  # type: ignore[assignment]
+    # transformers 5.17 reads another end of a turn and no padding, and would clean up spaces (5.19 does not).
+    for one in ("eos_token", "pad_token"):
+        if isinstance(number := getattr(model.config, f"{one}_id", None), int):
+            setattr(tokenizer, one, tokenizer.convert_ids_to_tokens(number))
+    tokenizer.clean_up_tokenization_spaces = False
     with replacing(target) as fresh:
         model.to(getattr(torch, dtype)).save_pretrained(fresh)
         tokenizer.save_pretrained(fresh)

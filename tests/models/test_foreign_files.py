@@ -124,6 +124,9 @@ def test_the_real_model_is_converted(tmp_path: Path) -> None:
 
     folder = run_convert_gguf(SMOLLM, str(tmp_path / "model"))
     check_model(folder)
+    tokenizer = load_tokenizer(folder)
+    assert (tokenizer.eos_token, tokenizer.pad_token) == ("<|im_end|>", "<|im_end|>")
+    assert not tokenizer.clean_up_tokenization_spaces
     engine = TransformersEngine(folder, dtype="bfloat16")
     assert isinstance(engine.chat, ChatFormat)
     assert engine.chat.query.yes_ids

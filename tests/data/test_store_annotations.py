@@ -12,7 +12,7 @@ from support.fakes import fake_questions
 from support.store_samples import make_store, write
 
 from selfcal_lightning.core.errors import InputError
-from selfcal_lightning.data.store import annotations
+from selfcal_lightning.data.store import manifest
 from selfcal_lightning.data.store.annotations import (
     Annotation,
     QuestionAnnotation,
@@ -189,7 +189,7 @@ def test_writers_at_one_time_keep_each_others_values(tmp_path: Path, monkeypatch
     def add(name: str) -> None:
         QuestionAnnotation(tmp_path, "probe").write({(name, "1"): 0.5}, origin=PROBE)
 
-    second, write_record = Thread(target=add, args=("b",)), annotations.write_record
+    second, write_record = Thread(target=add, args=("b",)), manifest.write_record
 
     def write_late(path: Path, content: dict[str, Any]) -> None:
         if second.ident is None:  # the first writer has read what is there, and not yet written
@@ -197,7 +197,7 @@ def test_writers_at_one_time_keep_each_others_values(tmp_path: Path, monkeypatch
             second.join(0.5)
         write_record(path, content)
 
-    monkeypatch.setattr(annotations, "write_record", write_late)
+    monkeypatch.setattr(manifest, "write_record", write_late)
     add("a")
     second.join()
     assert question_values(tmp_path, "probe", [("a", "1"), ("b", "1")]) == [0.5, 0.5]

@@ -12,23 +12,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from selfcal_lightning.core import files
 from selfcal_lightning.core.errors import InputError
-from selfcal_lightning.core.files import (
-    check_replaceable,
-    has_first_keys,
-    json_object_or_none,
-    to_json,
-    write_atomically,
-    write_json_lines,
-)
-from selfcal_lightning.data.pools.importing import (
-    GROUND_TRUTH,
-    SAMPLED,
-    SAMPLED_KEYS,
-    TRUTH_KEYS,
-    sampled_rows,
-    truth_row,
-)
+from selfcal_lightning.data.pools import importing
 from selfcal_lightning.data.pools.line_format import is_written_pool, pool_line
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.data.tasks.answer_types import split_aliases
@@ -71,7 +57,7 @@ def export_pool(
     confidences: Sequence[str] = (),
 ) -> ExportReport:
     """Write joined samples of a store as a JSON-lines pool; :func:`import_pool` reads it back."""
-    check_replaceable(path, is_written_pool, option="path", kind="a pool that was exported before")
+    files.check_replaceable(path, is_written_pool, option="path", kind="a pool that was exported before")
     questions = responses = 0
 
     def lines() -> Iterator[dict[str, Any]]:
@@ -82,7 +68,7 @@ def export_pool(
         if not questions:
             raise _nothing(store_dir, "joined", split, round, task, "Check the names, or finish `selfcal generate`.")
 
-    write_json_lines(Path(path), lines())
+    files.write_json_lines(Path(path), lines())
     return ExportReport(questions, responses)
 
 
@@ -98,9 +84,9 @@ def export_sampled(
 ) -> ExportReport:
     """Write joined samples of a store as `sampled.jsonl` and `ground_truth.jsonl`; an import reads them back."""
     place = Path(folder)
-    for name, keys in ((SAMPLED, SAMPLED_KEYS), (GROUND_TRUTH, TRUTH_KEYS)):
-        is_own = partial(has_first_keys, keys)
-        check_replaceable(place / name, is_own, option="path", kind="an earlier file of its kind")
+    for name, keys in ((importing.SAMPLED, importing.SAMPLED_KEYS), (importing.GROUND_TRUTH, importing.TRUTH_KEYS)):
+        is_own = partial(files.has_first_keys, keys)
+        files.check_replaceable(place / name, is_own, option="path", kind="an earlier file of its kind")
     place.mkdir(parents=True, exist_ok=True)
     truths: list[dict[str, Any]] = []
     counts: Counter[str] = Counter()
@@ -108,17 +94,17 @@ def export_sampled(
     def rows() -> Iterator[dict[str, Any]]:
         for group in SampleStore(store_dir).samples(split=split, round=round, task=task):
             is_verified = all(s.correct is not None or is_failed(s) for s in group.samples)
-            written = list(sampled_rows(group)) if is_verified else []
+            written = list(importing.sampled_rows(group)) if is_verified else []
             counts.update(responses=len(written), dropped=len(group.samples) - len(written))
             if written:
-                truths.append(truth_row(group.question, written))
+                truths.append(importing.truth_row(group.question, written))
             yield from written
         if not truths:
             rest = f"{counts['dropped']:,} are not verified. Name another split, or questions with reference answers."
             raise _nothing(store_dir, "verified", split, round, task, rest)
 
-    write_json_lines(place / SAMPLED, rows())
-    write_json_lines(place / GROUND_TRUTH, truths)
+    files.write_json_lines(place / importing.SAMPLED, rows())
+    files.write_json_lines(place / importing.GROUND_TRUTH, truths)
     return ExportReport(len(truths), counts["responses"], counts["dropped"])
 
 
@@ -146,13 +132,13 @@ def export_log(
         raise _nothing(store_dir, "verified", split, round, task, f"{dropped:,} have no verdict.")
     model = str(store.round_manifest(round).fingerprint.model.model)
     keys = {"lm-eval": LM_EVAL_KEYS, "every_eval_ever": EVERY_EVAL_EVER_KEYS}.get(format)
-    is_own = _is_own_log if keys is None else partial(has_first_keys, keys)
-    check_replaceable(place, is_own, option="path", kind=f"an earlier export as {format}")
+    is_own = _is_own_log if keys is None else partial(files.has_first_keys, keys)
+    files.check_replaceable(place, is_own, option="path", kind=f"an earlier export as {format}")
     place.parent.mkdir(parents=True, exist_ok=True)
     if format == "inspect":
-        write_atomically(place, to_json(_inspect_log(groups, model)))
+        files.write_atomically(place, files.to_json(_inspect_log(groups, model)))
     else:
-        write_json_lines(place, _lm_eval(groups) if format == "lm-eval" else _every_eval_ever(groups, model))
+        files.write_json_lines(place, _lm_eval(groups) if format == "lm-eval" else _every_eval_ever(groups, model))
     return ExportReport(len(groups), written, dropped)
 
 
@@ -161,7 +147,7 @@ def _verified(samples: Sequence[Sample]) -> tuple[Sample, ...]:
 
 
 def _is_own_log(path: Path) -> bool:
-    spec = (json_object_or_none(path) or {}).get("eval")
+    spec = (files.json_object_or_none(path) or {}).get("eval")
     return isinstance(spec, dict) and (spec.get("metadata") or {}).get("writer") == WRITER
 
 

@@ -20,6 +20,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
+from selfcal_lightning import records
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.core.files import as_json_line, line_error, read_json_lines
 from selfcal_lightning.data.store.manifest import StoreFingerprint, read_round, round_file
@@ -30,16 +31,6 @@ from selfcal_lightning.data.tasks.dataset import DatasetTask
 from selfcal_lightning.data.tasks.judging import judge
 from selfcal_lightning.data.tasks.registry import get_task
 from selfcal_lightning.data.tasks.rows import ANSWER, SYNONYM, as_text, check_spelling, given_answer
-from selfcal_lightning.records import (
-    IMPORTED,
-    UNSTATED,
-    Message,
-    ModelIdentity,
-    PromptIdentity,
-    Question,
-    QuestionSamples,
-    RecordedResponse,
-)
 
 BLOCK_BYTES = 1 << 20
 
@@ -58,8 +49,8 @@ def open_imported(
             f"Expected {store_dir} to hold responses of {source}, but got those of another file, or of this one before "
             "it changed, or with other options. Use another `store_dir`, or delete the folder."
         )
-    prompt = PromptIdentity.from_json({"source_sha256": digest, **settings})
-    fingerprint = StoreFingerprint(ModelIdentity(IMPORTED), prompt, sampling=None, seed=0)
+    prompt = records.PromptIdentity.from_json({"source_sha256": digest, **settings})
+    fingerprint = StoreFingerprint(records.ModelIdentity(records.IMPORTED), prompt, sampling=None, seed=0)
     engine = {"engine": "imported", "source": str(source)}
     return SampleStore.create_or_open(store_dir, fingerprint, num_samples=None, engine=engine)
 
@@ -87,7 +78,7 @@ LONGEST_LINE = 2**28  # bytes
 class PoolLine:
     """One line of a pool, checked but not verified: ``responses`` are as in the file."""
 
-    question: Question
+    question: records.Question
     split: str
     responses: list[dict[str, Any]]
 
@@ -128,9 +119,9 @@ def _parse_line(path: Path, number: int, line: dict[str, Any]) -> PoolLine:
     check_line(path, number, "`messages` to be a list of {role, content}", messages, well_formed)
     for response in responses:
         _check_response(path, number, response)
-    chat = tuple(Message(message["role"], message["content"]) for message in messages)
+    chat = tuple(records.Message(message["role"], message["content"]) for message in messages)
     reference = _canonical(path, number, reference, get_task(line["task"]), responses)
-    question = Question(line["id"], line["task"], chat, reference, line["question"])
+    question = records.Question(line["id"], line["task"], chat, reference, line["question"])
     return PoolLine(question, line["split"], responses)
 
 
@@ -176,30 +167,30 @@ def _is_whole(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**31
 
 
-def recorded_response(response: Mapping[str, Any]) -> RecordedResponse:
+def recorded_response(response: Mapping[str, Any]) -> records.RecordedResponse:
     """Return a response of a checked line; missing answers and verdicts are unstated."""
     confidence = {name: float(value) for name, value in response.get("confidence", {}).items() if value is not None}
     columns: dict[str, Any] = {name: confidence.pop(name, None) for name in COLUMNS}
     if columns["yes_mass"] is not None and columns["no_mass"] is not None:
         confidence.pop("p_true", None)
     tokens = response.get("tokens")
-    return RecordedResponse(
+    return records.RecordedResponse(
         text=response["text"],
         token_ids=tuple(tokens) if isinstance(tokens, list) else None,
         finish=response.get("finish"),
-        answer=response.get("answer", UNSTATED),
-        correct=response.get("correct", UNSTATED),
+        answer=response.get("answer", records.UNSTATED),
+        correct=response.get("correct", records.UNSTATED),
         confidences=confidence,
         num_tokens=tokens if isinstance(tokens, int) else None,
         **columns,
     )
 
 
-def judge_line(line: PoolLine) -> QuestionSamples:
+def judge_line(line: PoolLine) -> records.QuestionSamples:
     """Return the samples of a line; missing answers and verdicts are extracted and verified."""
     task = get_task(line.question.task)
     samples = judge(line.question, [recorded_response(response) for response in line.responses], task)
-    return QuestionSamples(line.question, samples, line.split)
+    return records.QuestionSamples(line.question, samples, line.split)
 
 
 def pool_line(rows: Sequence[StoredRow], *, token_ids: bool) -> dict[str, Any]:

@@ -31,14 +31,7 @@ import pyarrow.parquet as pq
 
 from selfcal_lightning.core.errors import InputError, RunError
 from selfcal_lightning.core.files import write_atomically
-from selfcal_lightning.data.store.manifest import (
-    AnnotationPart,
-    AnnotationRecord,
-    ShardEntry,
-    origin_differences,
-    read_record,
-    write_record,
-)
+from selfcal_lightning.data.store import manifest
 from selfcal_lightning.data.store.parts import PartLock
 from selfcal_lightning.data.store.shards import SampleIndex, StoreCorruptError, StoredRow, parquet_bytes, read_parquet
 
@@ -60,7 +53,7 @@ class KeyedValues:
     values: Mapping[tuple[str, ...], Any]
 
 
-Kept = TypeVar("Kept", AnnotationRecord, KeyedValues)
+Kept = TypeVar("Kept", manifest.AnnotationRecord, KeyedValues)
 
 
 class NamedRecord(Generic[Kept]):
@@ -77,14 +70,14 @@ class NamedRecord(Generic[Kept]):
     @property
     def record(self) -> Kept | None:
         """The stored record, or None."""
-        return read_record(self.path, self._read_record) if self.path.exists() else None
+        return manifest.read_record(self.path, self._read_record) if self.path.exists() else None
 
     def check_origin(self, origin: Mapping[str, Any], *, overwrite: bool = False) -> None:
         """Refuse an origin that differs from that of the stored values, unless they may be replaced."""
         record = self.record
         if record is None or overwrite:
             return
-        if differences := origin_differences(record.origin, origin):
+        if differences := manifest.origin_differences(record.origin, origin):
             kind, how = self._held_to.split(" ", 1)
             raise InputError(
                 f"Expected the {kind} {self.name!r} in {self.path.parent} {how}, but got {'; '.join(differences)}. Set "
@@ -105,7 +98,7 @@ class KeyedRecord(NamedRecord[KeyedValues]):
     def known(self, origin: Mapping[str, Any]) -> dict[Any, Any]:
         """Return the stored values of this origin; none if they have another."""
         record = self.record
-        return {} if record is None or origin_differences(record.origin, origin) else dict(record.values)
+        return {} if record is None or manifest.origin_differences(record.origin, origin) else dict(record.values)
 
     def write(self, values: Mapping[Any, Any], *, origin: Mapping[str, Any], overwrite: bool = False) -> None:
         """Add values; stored ones of the same origin stay unless a new one has their key."""
@@ -116,7 +109,7 @@ class KeyedRecord(NamedRecord[KeyedValues]):
         with PartLock(self.path.parent):
             self.check_origin(origin, overwrite=overwrite)
             listed = [[*key, value] for key, value in {**self.known(plain), **values}.items()]
-            write_record(self.path, {"origin": plain, self._field: listed})
+            manifest.write_record(self.path, {"origin": plain, self._field: listed})
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,18 +121,18 @@ class AnnotationReport:
     total: int
 
 
-class Annotation(NamedRecord[AnnotationRecord]):
+class Annotation(NamedRecord[manifest.AnnotationRecord]):
     """One named confidence of the rows of a store. Opening it reads and writes nothing."""
 
     def __init__(self, store_path: str | Path, name: str) -> None:
         super().__init__(
-            Path(store_path) / "annotations", name, "annotation.json", AnnotationRecord.from_json,
+            Path(store_path) / "annotations", name, "annotation.json", manifest.AnnotationRecord.from_json,
             held_to="confidences to have been computed in the same way",
         )  # fmt: skip
         self.folder = self.path.parent
 
     def write_part(
-        self, run: str, part: str, index: SampleIndex, values: np.ndarray, shards: Sequence[ShardEntry]
+        self, run: str, part: str, index: SampleIndex, values: np.ndarray, shards: Sequence[manifest.ShardEntry]
     ) -> None:
         """Write the values of one process; readers do not see them before :meth:`publish`."""
         if np.isinf(values).any() or len(values) != len(index):
@@ -185,14 +178,14 @@ class Annotation(NamedRecord[AnnotationRecord]):
             kept = [e for e in earlier if same and self._read(e).join(own, keys=KEYS, join_type="left anti").num_rows]
             shown = {entry.file for entry in [*kept, *fresh]}
             total = pa.concat_tables([*(self._read(entry) for entry in kept), table]).group_by(KEYS).aggregate([])
-            shown_now = AnnotationRecord(self.name, origin, total.num_rows, (*kept, *fresh))
-            write_record(self.path, shown_now.as_json())
+            shown_now = manifest.AnnotationRecord(self.name, origin, total.num_rows, (*kept, *fresh))
+            manifest.write_record(self.path, shown_now.as_json())
             for entry in earlier:
                 if entry.file not in shown:
                     (self.folder / entry.file).unlink(missing_ok=True)
         return AnnotationReport(table.num_rows, table["value"].null_count, total.num_rows)
 
-    def annotate(self, index: SampleIndex, shards: Sequence[ShardEntry]) -> SampleIndex:
+    def annotate(self, index: SampleIndex, shards: Sequence[manifest.ShardEntry]) -> SampleIndex:
         """Return ``index`` with this confidence, nan for rows without one; their number is logged."""
         record = self.record
         if record is None:
@@ -209,13 +202,13 @@ class Annotation(NamedRecord[AnnotationRecord]):
             logger.warning("%d of %d responses in %s have no %r.", missing, len(index), self.folder, self.name)
         return index
 
-    def scored(self, index: SampleIndex, shards: Sequence[ShardEntry]) -> np.ndarray:
+    def scored(self, index: SampleIndex, shards: Sequence[manifest.ShardEntry]) -> np.ndarray:
         """Return which rows of ``index`` were scored, bool [R], including those whose value is unknown."""
         record = self.record
         return self._find(index, shards, () if record is None else record.parts)[1]
 
     def _find(
-        self, index: SampleIndex, shards: Sequence[ShardEntry], parts: Sequence[AnnotationPart]
+        self, index: SampleIndex, shards: Sequence[manifest.ShardEntry], parts: Sequence[manifest.AnnotationPart]
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return the value of each row, nan if unknown, float64 [R], and whether it was scored, bool [R]."""
         origins, hashes = row_origins(index, shards)
@@ -236,12 +229,12 @@ class Annotation(NamedRecord[AnnotationRecord]):
             scored[place[found]] = True
         return values, scored
 
-    def _enter(self, file: str, details: Mapping[str, Any]) -> AnnotationPart:
+    def _enter(self, file: str, details: Mapping[str, Any]) -> manifest.AnnotationPart:
         data = (self.folder / file).read_bytes()
         rows = pq.ParquetFile(pa.BufferReader(data)).metadata.num_rows
-        return AnnotationPart(file, rows, len(data), hashlib.sha256(data).hexdigest(), dict(details))
+        return manifest.AnnotationPart(file, rows, len(data), hashlib.sha256(data).hexdigest(), dict(details))
 
-    def _read(self, entry: AnnotationPart) -> pa.Table:
+    def _read(self, entry: manifest.AnnotationPart) -> pa.Table:
         path = self.folder / entry.file
         data = path.read_bytes() if path.is_file() else b""
         digest = hashlib.sha256(data).hexdigest()
@@ -281,7 +274,7 @@ def _positions(column: pa.ChunkedArray, values: pa.Array) -> np.ndarray:
     return pc.index_in(column, value_set=values).fill_null(-1).to_numpy().astype(np.int64)
 
 
-def row_origins(index: SampleIndex, shards: Sequence[ShardEntry]) -> tuple[np.ndarray, list[str]]:
+def row_origins(index: SampleIndex, shards: Sequence[manifest.ShardEntry]) -> tuple[np.ndarray, list[str]]:
     """Return the shard that each row was first written to, as a number [R] in a list of hashes, and that list."""
     known = {entry.file: entry for entry in shards}
     entries = [known[file] for file in index.files]

@@ -10,21 +10,9 @@ from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any
 
+from selfcal_lightning.data.tasks import extraction
 from selfcal_lightning.data.tasks.base import AnswerType
 from selfcal_lightning.data.tasks.expressions import is_text, is_within_limits, normalise_expression, read_expression
-from selfcal_lightning.data.tasks.extraction import (
-    LETTERS,
-    MAX_CANONICAL_LENGTH,
-    canonical_number,
-    format_number,
-    is_number,
-    normalise_short_text,
-    number_values,
-    read_letter,
-    read_number,
-    read_short_text,
-    stated_short_text,
-)
 from selfcal_lightning.data.tasks.math_processes import MathComparer, default_comparer
 from selfcal_lightning.data.tasks.rows import as_text
 
@@ -39,7 +27,7 @@ def numbers_equal(answer: str | None, reference: str | None) -> bool:
     """Return whether two numbers differ by at most 1e-6 (relative below 1), or are long and written alike."""
     left, right = _number(answer), _number(reference)
     if left is None or right is None:
-        return answer is not None and answer == reference and is_number(answer)
+        return answer is not None and answer == reference and extraction.is_number(answer)
     return _close(left, right)
 
 
@@ -75,7 +63,7 @@ def group_equal(answers: Sequence[str | None], equal: Callable[[str, str], bool]
 
 
 def _number(text: str | None) -> Fraction | None:
-    values = [] if text is None else number_values(text, longest=MAX_CANONICAL_LENGTH)
+    values = [] if text is None else extraction.number_values(text, longest=extraction.MAX_CANONICAL_LENGTH)
     return values[0] if values else None
 
 
@@ -91,7 +79,7 @@ def _equal(left: str, right: str, comparer: MathComparer | None) -> bool:
         number = percent.removesuffix(r"\%")
         value = _plain_value(number)
         return _equal(number, other, comparer) or (
-            value is not None and _equal(format_number(value / 100), other, comparer)
+            value is not None and _equal(extraction.format_number(value / 100), other, comparer)
         )
     left, right = left.removesuffix(r"\%"), right.removesuffix(r"\%")
     if (decided := _equal_without_algebra(left, right)) is not None:
@@ -121,13 +109,13 @@ def _equal_without_algebra(left: str, right: str) -> bool | None:
 
 
 def _plain_value(text: str) -> Fraction | None:
-    return _number(text) if _PLAIN.fullmatch(text) and len(text) <= MAX_CANONICAL_LENGTH else None
+    return _number(text) if _PLAIN.fullmatch(text) and len(text) <= extraction.MAX_CANONICAL_LENGTH else None
 
 
 def _is_rounded(left: tuple[str, Fraction], right: tuple[str, Fraction]) -> bool:
     """Return whether one side is a decimal close to the other, a fraction that no decimal equals."""
     (_, decimal), (other, exact) = (left, right) if "." in left[0] else (right, left)
-    if "." not in left[0] + right[0] or "." in other or "/" not in format_number(exact):
+    if "." not in left[0] + right[0] or "." in other or "/" not in extraction.format_number(exact):
         return False
     return abs(decimal - exact) <= MAX_DECIMAL_ERROR * abs(exact)
 
@@ -181,11 +169,11 @@ class NumberAnswers(Answers):
         if isinstance(gold, bool) or gold is None:
             return None
         if isinstance(gold, float):
-            return format_number(Fraction(repr(gold))) if abs(gold) < float("inf") else None
-        return canonical_number(str(gold).rpartition("####")[2])  # GSM8K: the answer follows the solution
+            return extraction.format_number(Fraction(repr(gold))) if abs(gold) < float("inf") else None
+        return extraction.canonical_number(str(gold).rpartition("####")[2])  # GSM8K: the answer follows the solution
 
     def extract(self, text: str, *, finished: bool = True) -> str | None:
-        return read_number(text, finished=finished)
+        return extraction.read_number(text, finished=finished)
 
     def verify(self, answer: str | None, reference: str) -> bool:
         return numbers_equal(answer, reference)
@@ -205,7 +193,7 @@ class LetterAnswers(Answers):
     answer_type: AnswerType = "option letter"
     hint = "the letter of one option, for example B"
 
-    def __init__(self, letters: str = LETTERS, *, digits: bool = False) -> None:
+    def __init__(self, letters: str = extraction.LETTERS, *, digits: bool = False) -> None:
         self.letters, self.digits = letters, digits
 
     def canonical(self, gold: Any) -> str | None:
@@ -215,7 +203,7 @@ class LetterAnswers(Answers):
         return text if len(text) == 1 and text in self.letters else None
 
     def extract(self, text: str, *, finished: bool = True) -> str | None:
-        return read_letter(text, self.letters, digits=self.digits, finished=finished)
+        return extraction.read_letter(text, self.letters, digits=self.digits, finished=finished)
 
     def verify(self, answer: str | None, reference: str) -> bool:
         return answer is not None and answer.upper() == reference.upper()
@@ -262,17 +250,17 @@ class ShortTextAnswers(Answers):
         if gold is None:
             return None
         names = [gold] if isinstance(gold, str) or not isinstance(gold, Sequence) else gold
-        aliases = [alias for name in names if (alias := normalise_short_text(as_text(name)))]
+        aliases = [alias for name in names if (alias := extraction.normalise_short_text(as_text(name)))]
         if len(aliases) > 1:
             return json.dumps(aliases, ensure_ascii=False)
         return aliases[0] if aliases else None
 
     def extract(self, text: str, *, finished: bool = True) -> str | None:
-        return read_short_text(text, finished=finished)
+        return extraction.read_short_text(text, finished=finished)
 
     def verify(self, answer: str | None, reference: str) -> bool:
-        said = normalise_short_text(answer or "")
-        return said != "" and said in map(normalise_short_text, split_aliases(reference))
+        said = extraction.normalise_short_text(answer or "")
+        return said != "" and said in map(extraction.normalise_short_text, split_aliases(reference))
 
 
 _COPULA = re.compile(r"\b(?:is|are|was|were|be|called|named)\b")
@@ -301,18 +289,18 @@ class FreeTextAnswers(ShortTextAnswers):
     """
 
     def extract(self, text: str, *, finished: bool = True) -> str | None:
-        stated = stated_short_text(text, finished=finished)
+        stated = extraction.stated_short_text(text, finished=finished)
         if stated is None:
             return None
-        parts = [part for piece in _LIST.split(stated) if (part := normalise_short_text(piece))]
+        parts = [part for piece in _LIST.split(stated) if (part := extraction.normalise_short_text(piece))]
         is_list = len(parts) > 2 and all(len(part.split()) <= 3 for part in parts)
-        return ", ".join(parts) if is_list else normalise_short_text(stated)
+        return ", ".join(parts) if is_list else extraction.normalise_short_text(stated)
 
     def verify(self, answer: str | None, reference: str) -> bool:
         if answer is None:
             return False
         said = _folded(answer)
-        return any(_gives(said, _folded(normalise_short_text(alias))) for alias in split_aliases(reference))
+        return any(_gives(said, _folded(extraction.normalise_short_text(alias))) for alias in split_aliases(reference))
 
     def group(self, answers: Sequence[str | None]) -> list[str | None]:
         return group_equal(answers, lambda one, other: _says(one, other) or _says(other, one))

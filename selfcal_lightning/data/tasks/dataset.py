@@ -13,19 +13,6 @@ from selfcal_lightning.data.tasks import rows
 from selfcal_lightning.data.tasks.answer_types import Answers, FreeTextAnswers, ShortTextAnswers
 from selfcal_lightning.data.tasks.base import AnswerType, VerifierForm, verifier_form
 from selfcal_lightning.data.tasks.extraction import LETTERS
-from selfcal_lightning.data.tasks.rows import (
-    FileSource,
-    HubSource,
-    JoinedSource,
-    QuestionRow,
-    Row,
-    check_file,
-    check_question_file,
-    load_file_rows,
-    load_hub_rows,
-    load_joined_rows,
-    read_question_file,
-)
 from selfcal_lightning.records import Message, Question, duplicate_ids
 
 logger = logging.getLogger(__name__)
@@ -52,11 +39,11 @@ class DataSet(Protocol):
 
     name: str
     answers: Answers
-    source: HubSource | JoinedSource | FileSource | None
+    source: rows.HubSource | rows.JoinedSource | rows.FileSource | None
     columns: tuple[str, ...]
     id_column: str | None
 
-    def read_row(self, row: Row, question_id: str, /) -> Item:
+    def read_row(self, row: rows.Row, question_id: str, /) -> Item:
         """Return the question text and gold answer of a row, or raise `UnusableRowError` with the reason."""
 
 
@@ -66,14 +53,14 @@ class DatasetSpec:
 
     name: str
     answers: Answers
-    source: HubSource | JoinedSource | FileSource | None
+    source: rows.HubSource | rows.JoinedSource | rows.FileSource | None
     columns: tuple[str, ...]
     id_column: str | None = None
-    read: Callable[[Row, str], Item] | None = None
+    read: Callable[[rows.Row, str], Item] | None = None
     verifier: VerifierForm | None = None
     repeated_rows: bool = False
 
-    def read_row(self, row: Row, question_id: str, /) -> Item:
+    def read_row(self, row: rows.Row, question_id: str, /) -> Item:
         return self.read(row, question_id) if self.read else Item(row[self.columns[0]], row[self.columns[1]])
 
 
@@ -116,11 +103,11 @@ class DatasetTask:
         check_at_least(0, limit=limit or 0)
         if has_question_rows(self.dataset):
             return self._own_questions(split, path, chain_of_thought=chain_of_thought)[:limit]
-        origin, rows = self._rows(split, path)
+        origin, found = self._rows(split, path)
         questions: list[Question] = []
         unusable: Counter[str] = Counter()
         num_read, seen = 0, set[str]()
-        for index, row in enumerate(rows):
+        for index, row in enumerate(found):
             if limit is not None and len(questions) >= limit:
                 break
             try:
@@ -140,7 +127,7 @@ class DatasetTask:
         self._check_ids(questions, origin)
         return questions
 
-    def ask(self, row: QuestionRow, *, question_id: str, chain_of_thought: bool = True) -> Question:
+    def ask(self, row: rows.QuestionRow, *, question_id: str, chain_of_thought: bool = True) -> Question:
         answers = self.dataset.answers
         reference = answers.canonical(row.answer)
         if reference is None and row.answer is not None:
@@ -157,9 +144,9 @@ class DatasetTask:
         source = self.dataset.source
         if path is not None:
             if has_question_rows(self.dataset):
-                check_question_file(path, option="path")
+                rows.check_question_file(path, option="path")
             else:
-                check_file(path)
+                rows.check_file(path)
         elif source is None:
             raise InputError(
                 f"Expected `path` to name a local file for task {self.name!r}, but got None. It holds JSON lines or "
@@ -172,7 +159,7 @@ class DatasetTask:
             )
 
     def is_remote(self, *, path: str | None = None) -> bool:
-        return path is None and isinstance(self.dataset.source, HubSource | JoinedSource)
+        return path is None and isinstance(self.dataset.source, rows.HubSource | rows.JoinedSource)
 
     def extract(self, text: str, *, finished: bool = True) -> str | None:
         return self.dataset.answers.extract(text, finished=finished)
@@ -183,23 +170,23 @@ class DatasetTask:
     def group(self, answers: Sequence[str | None]) -> list[str | None]:
         return self.dataset.answers.group(answers)
 
-    def _rows(self, split: str, path: str | None) -> tuple[str, Iterable[Row]]:
+    def _rows(self, split: str, path: str | None) -> tuple[str, Iterable[rows.Row]]:
         self.check_source(split, path=path)
         source, columns = self.dataset.source, self.dataset.columns
-        if path is None and isinstance(source, HubSource):
-            return source.describe(split), load_hub_rows(source, split, columns)
-        if path is None and isinstance(source, JoinedSource):
-            return source.splits[split], load_joined_rows(source, split, columns, id_column=self.dataset.id_column)
-        if path is None and isinstance(source, FileSource):
+        if path is None and isinstance(source, rows.HubSource):
+            return source.describe(split), rows.load_hub_rows(source, split, columns)
+        if path is None and isinstance(source, rows.JoinedSource):
+            return source.splits[split], rows.load_joined_rows(source, split, columns, id_column=self.dataset.id_column)
+        if path is None and isinstance(source, rows.FileSource):
             path = source.files[split]
-        return f"the file {path}", load_file_rows(str(path), columns)
+        return f"the file {path}", rows.load_file_rows(str(path), columns)
 
     def _own_questions(self, split: str, path: str | None, *, chain_of_thought: bool) -> list[Question]:
         self.check_source(split, path=path)
-        rows = read_question_file(str(path), option="path")
-        mine = [(index, row) for index, row in enumerate(rows) if row.task in (None, self.name)]
+        written = rows.read_question_file(str(path), option="path")
+        mine = [(index, row) for index, row in enumerate(written) if row.task in (None, self.name)]
         if not mine:
-            others = ", ".join(dict.fromkeys(row.task or "" for row in rows))
+            others = ", ".join(dict.fromkeys(row.task or "" for row in written))
             raise InputError(f"Expected {path} to hold questions of task {self.name!r}, but all are of {others}.")
         questions = [
             self.ask(
@@ -217,7 +204,7 @@ class DatasetTask:
                 f"the first of them {repeated[0]!r}. Give every row its own `{self.dataset.id_column}`."
             )
 
-    def _question_id(self, row: Row, split: str, index: int) -> str:
+    def _question_id(self, row: rows.Row, split: str, index: int) -> str:
         column = self.dataset.id_column
         if column is None or column not in row:
             return f"{self.name}/{split}/{index:06d}"
@@ -225,7 +212,7 @@ class DatasetTask:
             raise UnusableRowError(f"no {column}")
         return f"{self.name}/{split}/{str(row[column]).strip()}"
 
-    def _question(self, row: Row, question_id: str, chain_of_thought: bool) -> Question:
+    def _question(self, row: rows.Row, question_id: str, chain_of_thought: bool) -> Question:
         for column in self.dataset.columns:
             if row[column] is None:
                 raise UnusableRowError(f"no {column}")

@@ -4,14 +4,7 @@ from __future__ import annotations
 
 import re
 
-from selfcal_lightning.data.tasks.extraction import (
-    NUMBER_WORDS,
-    answer_fields,
-    canonical_number,
-    final_part,
-    last_boxed,
-    read_number,
-)
+from selfcal_lightning.data.tasks import extraction
 
 MAX_ANSWER_LENGTH = 1_000
 MAX_EXPRESSION_LENGTH = 400
@@ -69,16 +62,16 @@ def read_expression(text: str, *, finished: bool = True) -> str | None:
 
     Order: the last box; the last answer field; the last number of a finished text.
     """
-    part = final_part(text)
+    part = extraction.final_part(text)
     if part is None:
         return None
-    boxed = last_boxed(part)
+    boxed = extraction.last_boxed(part)
     if boxed is not None and (expression := normalise_expression(boxed)):
         return expression
-    for field in reversed(answer_fields(part)):
+    for field in reversed(extraction.answer_fields(part)):
         if given := _expression_of_field(field):
             return given
-    number = read_number(part, finished=finished)
+    number = extraction.read_number(part, finished=finished)
     return None if number is None else normalise_expression(number)
 
 
@@ -97,7 +90,7 @@ def normalise_expression(text: str, *, keep_percent: bool = False) -> str:
     text = re.sub(r"\\\\\s*(?=\\end)", "", text)
     if text.count("=") + len(re.findall(r"\\in(?![a-zA-Z])", text)) == 1 and (match := _DEFINITION.match(text)):
         text = text[match.end() :].strip()
-    text = NUMBER_WORDS.get(text.lower(), text)
+    text = extraction.NUMBER_WORDS.get(text.lower(), text)
     if match := re.fullmatch(r"[(\[]\s*([A-Z])\s*[)\]]", text):
         text = match[1]
     if "(" not in text and (match := _THOUSANDS.fullmatch(text)):
@@ -151,7 +144,7 @@ def _canonical_layout(text: str) -> str:
     if match := _SLASH.fullmatch(text):
         return rf"{match[1].strip('+')}\frac{{{match[2]}}}{{{match[3]}}}"
     if _DECIMAL.fullmatch(text):
-        return canonical_number(text) or text
+        return extraction.canonical_number(text) or text
     return text
 
 
@@ -160,6 +153,6 @@ def _expression_of_field(field: str) -> str | None:
         return normalise_expression(next(part for part in spans[-1] if part)) or None
     sentence = re.split(r"(?<=[\w)}])\.(?:\s|$)", field)[0]
     expression = normalise_expression(sentence)
-    if _SHORT_WORD.search(expression) and (number := canonical_number(expression)) is not None:
+    if _SHORT_WORD.search(expression) and (number := extraction.canonical_number(expression)) is not None:
         return normalise_expression(number)
     return expression or None

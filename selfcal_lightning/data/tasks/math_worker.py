@@ -53,13 +53,6 @@ def _is_rounded(left: Any, right: Any) -> bool:
     return abs(float(left) - exact) <= MAX_DECIMAL_ERROR * abs(exact)
 
 
-def limit_resources(max_memory_bytes: int) -> None:
-    resource.setrlimit(resource.RLIMIT_AS, (max_memory_bytes, max_memory_bytes))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)
-
-
 def serve(requests: TextIO, answers: TextIO) -> None:
     """Answer requests ``{"answer", "reference", "cpu_seconds"}`` by ``{"equal"}`` until the pipe is closed."""
     for line in requests:
@@ -92,7 +85,10 @@ def main(max_memory_bytes: int) -> None:
     answers = os.fdopen(os.dup(1), "w")
     with open(os.devnull, "w") as devnull:
         os.dup2(devnull.fileno(), 1)
-    limit_resources(max_memory_bytes)
+    resource.setrlimit(resource.RLIMIT_AS, (max_memory_bytes, max_memory_bytes))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
     logging.disable(logging.CRITICAL)
     try:
         are_equal("x+1", "1+x")

@@ -7,13 +7,7 @@ from typing import Protocol
 from selfcal_lightning.core.errors import InputError, check_at_least
 from selfcal_lightning.core.plan import QuestionCount
 from selfcal_lightning.core.registry import Registry
-from selfcal_lightning.data.tasks.answer_types import (
-    ExpressionAnswers,
-    FreeTextAnswers,
-    LetterAnswers,
-    NumberAnswers,
-    ShortTextAnswers,
-)
+from selfcal_lightning.data.tasks import answer_types
 from selfcal_lightning.data.tasks.base import Part, Task, take_part
 from selfcal_lightning.data.tasks.dataset import DatasetTask, LocalQuestions
 from selfcal_lightning.data.tasks.public_datasets import PUBLIC_DATASETS
@@ -70,11 +64,11 @@ def check_slice(offset: int, limit: int | None) -> None:
 
 for _dataset in (
     *PUBLIC_DATASETS,
-    LocalQuestions("local_number", NumberAnswers()),
-    LocalQuestions("local_choice", LetterAnswers("ABCDEFGH")),
-    LocalQuestions("local_expression", ExpressionAnswers(), verifier="mathematics"),
-    LocalQuestions("local_text", FreeTextAnswers(), verifier="facts"),
-    LocalQuestions("local_text_exact", ShortTextAnswers(), verifier="facts"),
+    LocalQuestions("local_number", answer_types.NumberAnswers()),
+    LocalQuestions("local_choice", answer_types.LetterAnswers("ABCDEFGH")),
+    LocalQuestions("local_expression", answer_types.ExpressionAnswers(), verifier="mathematics"),
+    LocalQuestions("local_text", answer_types.FreeTextAnswers(), verifier="facts"),
+    LocalQuestions("local_text_exact", answer_types.ShortTextAnswers(), verifier="facts"),
 ):
     register_task(DatasetTask(_dataset))
 register_task(WordProblems())

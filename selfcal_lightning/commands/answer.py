@@ -11,15 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from selfcal_lightning.confidence import live
 from selfcal_lightning.confidence.domain import calibrated_in_domain
-from selfcal_lightning.confidence.live import (
-    PROBE_AND_THRESHOLD,
-    check_live_probe,
-    find_asked,
-    load_live_probe,
-    open_live_probe,
-    open_tokens,
-)
 from selfcal_lightning.confidence.registry import REWARDS
 from selfcal_lightning.confidence.splits import check_not_fitted_on
 from selfcal_lightning.core.errors import InputError, RunError
@@ -160,9 +153,9 @@ def answer_questions(
     sampling = taught.sampling_for(settings.sampling)
     check_can_draw(options, sampling)
     known, fitted = choices.load_fitted_files(settings.scorers, settings.threshold_file)
-    probe = None if settings.probe is None else load_live_probe(settings.probe, model, settings.query, options)
+    probe = None if settings.probe is None else live.load_live_probe(settings.probe, model, settings.query, options)
     if probe is not None and fitted is not None:
-        raise InputError(PROBE_AND_THRESHOLD)
+        raise InputError(live.PROBE_AND_THRESHOLD)
     # Answers are verified where there is a reference; nothing may have been fitted on such a question.
     check_not_fitted_on([q for q in asked if q.reference is not None], [*known, *([fitted] if fitted else [])])
     fields = ("threshold", "max_samples", "confidence")
@@ -186,7 +179,7 @@ def answer_questions(
         chosen = choices.choose_strategy(settings.strategy, given, scorers=known, fitted=fitted)
         read = check_live_rewards(chosen, known, settings.reward)
         if probe is not None:
-            check_live_probe(probe, asked, {chosen.confidence, *(n for one in known for n in one.requires)})
+            live.check_live_probe(probe, asked, {chosen.confidence, *(n for one in known for n in one.requires)})
         say(f"{chosen}; {_read_by(asked)}")
     if (note := choices.uncalibrated_note(model, options.adapter, chosen)) is not None:
         say(note)
@@ -195,7 +188,7 @@ def answer_questions(
     check_engine(options, model)
     chat = load_chat(options, model, query=settings.query, prompt=prompt)
     with ExitStack() as ends:
-        live = open_live_rewards(read, settings.reward, asked, chat=chat, dtype=options.dtype, ends=ends)
+        added = open_live_rewards(read, settings.reward, asked, chat=chat, dtype=options.dtype, ends=ends)
         opened = open_engine(options, model, chat=chat)
         ends.callback(opened.close)
         if fitted is not None:
@@ -203,10 +196,10 @@ def answer_questions(
             drawn = store_fingerprint(opened, chat, sampling, settings.seed)
             choices.check_sampled_alike(fitted, drawn, rewards=rewards)
         if probe is not None:
-            tokens = open_tokens(opened, chat)
-            live.append(open_live_probe(probe, lambda: tokens, find_asked(asked, chat)))
+            tokens = live.open_tokens(opened, chat)
+            added.append(live.open_live_probe(probe, lambda: tokens, live.find_asked(asked, chat)))
         source = EngineSource(
-            opened, chat, sampling=sampling, seed=settings.seed, scorers=[*live, *known], stops=stops,
+            opened, chat, sampling=sampling, seed=settings.seed, scorers=[*added, *known], stops=stops,
             on_failed=say, max_failures=settings.max_failures,
         )  # fmt: skip
         in_domain = calibrated_in_domain(opened, asked, options.adapter or resolve_model(model))

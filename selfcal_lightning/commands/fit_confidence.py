@@ -26,15 +26,9 @@ from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.engines.hidden_states import check_gives_hidden_states
 from selfcal_lightning.engines.opening import check_engine, weights_dtype
 from selfcal_lightning.engines.settings import EngineSettings
+from selfcal_lightning.inference import thresholds
 from selfcal_lightning.inference.base import Strategy
 from selfcal_lightning.inference.registry import check_can_answer, make_strategy
-from selfcal_lightning.inference.thresholds import (
-    FittedThreshold,
-    Goal,
-    NoThresholdError,
-    fit_goal_threshold,
-    fit_risk_threshold,
-)
 from selfcal_lightning.inference.vectorised import NUM_RESHUFFLES, SEED
 from selfcal_lightning.metrics.risk import Procedure
 from selfcal_lightning.records import QuestionSamples
@@ -243,7 +237,7 @@ def run_fit_threshold(
     use_all: bool = False,
     num_reshuffles: int = NUM_RESHUFFLES,
     seed: int = SEED,
-) -> FittedThreshold:
+) -> thresholds.FittedThreshold:
     """Choose a strategy's threshold on the second half of a calibration split; state one of budget, accuracy and risk.
 
     Only a risk is a guarantee, by Learn then Test: with confidence 1 - delta the error rate among the answered
@@ -306,10 +300,10 @@ def run_fit_threshold(
     refuse_looking_ahead(needed, [*recorded_confidences(read.estimators), *known])
     with Stage(f"Fitting a threshold of {strategy}"):
         guide, own = (None, list(read.entries)) if use_all else halve_pool(read.entries, seed=seed)
-        goal: Goal = "accuracy" if budget is None else "budget"
+        goal: thresholds.Goal = "accuracy" if budget is None else "budget"
         value = accuracy if budget is None else budget
         if value is not None:
-            fitted = fit_goal_threshold(
+            fitted = thresholds.fit_goal_threshold(
                 chosen, own, goal, value, grid, scorers=known, num_reshuffles=num_reshuffles, seed=seed
             )
         else:
@@ -324,10 +318,10 @@ def run_fit_threshold(
     return fitted
 
 
-def _fit_risk(strategy: Strategy, pool: Sequence[QuestionSamples], **options: Any) -> FittedThreshold:
+def _fit_risk(strategy: Strategy, pool: Sequence[QuestionSamples], **options: Any) -> thresholds.FittedThreshold:
     try:
-        return fit_risk_threshold(strategy, pool, **options)
-    except NoThresholdError as error:
+        return thresholds.fit_risk_threshold(strategy, pool, **options)
+    except thresholds.NoThresholdError as error:
         has_guide = options["guide"] is not None or options["grid"] is not None
         other_start = "name others by `grid`" if has_guide else "let the first half suggest some (`use_all` false)"
         ways = {

@@ -6,15 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from selfcal_lightning.core import files
 from selfcal_lightning.core.errors import InputError
-from selfcal_lightning.core.files import (
-    check_replaceable,
-    check_seal,
-    json_object_or_none,
-    parse_json,
-    sealed,
-    write_atomically,
-)
 from selfcal_lightning.data.store.manifest import origin_differences
 
 FORMAT = "selfcal_lightning.fitted"
@@ -28,11 +21,11 @@ def check_fitted_target(path: str | Path, kind: str) -> None:
     is_threshold = kind == THRESHOLD
 
     def is_own(file: Path) -> bool:
-        record = json_object_or_none(file) or {}
+        record = files.json_object_or_none(file) or {}
         return record.get("format") == FORMAT and (record.get("kind") == THRESHOLD) == is_threshold
 
     named = "an earlier fitted threshold" if is_threshold else "an earlier fitted confidence"
-    check_replaceable(path, is_own, option="output", kind=named)
+    files.check_replaceable(path, is_own, option="output", kind=named)
 
 
 def save_fitted(path: str | Path, kind: str, content: Mapping[str, Any]) -> None:
@@ -40,7 +33,7 @@ def save_fitted(path: str | Path, kind: str, content: Mapping[str, Any]) -> None
     check_fitted_target(path, kind)
     path.parent.mkdir(parents=True, exist_ok=True)
     record = {"format": FORMAT, "version": VERSION, "kind": kind, **content}
-    write_atomically(path, sealed(record))
+    files.write_atomically(path, files.sealed(record))
 
 
 def check_states_origin(fitted: Mapping[str, Any], now: Mapping[str, Any]) -> None:
@@ -56,14 +49,14 @@ def load_fitted(path: str | Path, kinds: Sequence[str]) -> tuple[str, dict[str, 
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"Expected a fitted confidence or threshold in {path}, but got no such file.")
-    record = parse_json(path.read_bytes(), origin=str(path))
+    record = files.parse_json(path.read_bytes(), origin=str(path))
     if not isinstance(record, dict) or record.get("format") != FORMAT:
         found = record.get("format") if isinstance(record, dict) else type(record).__name__
         raise InputError(f"Expected {path} to have the format {FORMAT!r}, but got {found!r}.")
     kind, version = record.get("kind"), record.get("version")
     if version != VERSION:
         raise InputError(f"Expected {path} to have version {VERSION}, but got {version!r}. Fit it again.")
-    check_seal(record, path, way_out="Fit it again.")
+    files.check_seal(record, path, way_out="Fit it again.")
     if kind not in kinds:
         raise InputError(f"Expected {path} to hold one of {', '.join(kinds)}, but got {kind!r}.")
     return str(kind), record

@@ -16,6 +16,7 @@ from typing import Any, Literal, cast
 
 import numpy as np
 
+from selfcal_lightning.confidence import registry, scaling
 from selfcal_lightning.confidence.base import (
     LOGPROB,
     MEAN_LOGPROB,
@@ -36,24 +37,6 @@ from selfcal_lightning.confidence.features import (
     scores_text,
 )
 from selfcal_lightning.confidence.fitted_files import load_whole, save_fitted
-from selfcal_lightning.confidence.registry import (
-    KnownConfidence,
-    may_be_probability,
-    pool_dependent,
-    recorded_confidences,
-    refuse_looking_ahead,
-)
-from selfcal_lightning.confidence.scaling import (
-    SCALER_KINDS,
-    Scaler,
-    centre_and_scale,
-    check_labels,
-    check_new_name,
-    fit_logistic,
-    fit_scaler,
-    sigmoid,
-    sigmoid_of,
-)
 from selfcal_lightning.confidence.splits import FittedOn, check_not_fitted_on
 from selfcal_lightning.core.errors import InputError, unknown_name
 from selfcal_lightning.core.files import file_name
@@ -104,7 +87,7 @@ class Fusion:
     def transform(self, values: Floats) -> Floats:
         """Return the fused confidence [N] of features [N, F]; nan where one is missing."""
         standard = (values - np.array(self.means)) / np.array(self.stds)
-        return sigmoid(standard @ np.array(self.weights) + self.intercept)
+        return scaling.sigmoid(standard @ np.array(self.weights) + self.intercept)
 
     def score_sample(self, sample: Sample) -> float | None:
         z = self.intercept
@@ -113,7 +96,7 @@ class Fusion:
             if value is None:
                 return None
             z += weight * (value - mean) / std
-        return sigmoid_of(z)
+        return scaling.sigmoid_of(z)
 
     def score_parts(self, pool: Sequence[QuestionSamples]) -> tuple[ConfidenceScores, ...]:
         """Return the scores on ``pool`` of each feature alone and, last, of the fusion."""
@@ -167,18 +150,18 @@ def fit_fusion(
     l2: float = 1.0,
     held_out: Sequence[QuestionSamples] | None = None,
     allow_pool_features: bool = False,
-    known: Iterable[KnownConfidence] = (),
+    known: Iterable[registry.KnownConfidence] = (),
 ) -> Fusion:
     """Fit the fusion on a calibration split, to labels or, without labels, to soft self-consistency or vote shares."""
     features = tuple(features)
-    check_new_name(name, required_confidences(features))
+    scaling.check_new_name(name, required_confidences(features))
     if target not in TARGETS:
         raise unknown_name("target", target, TARGETS)
     if not features or len(set(features)) < len(features):
         raise InputError(f"Expected `features` to be at least one name, each once, but got {features}.")
     if l2 <= 0.0:
         raise InputError(f"Expected `l2` to be positive, but got {l2}.")
-    of_pool = pool_dependent(required_confidences(features), known)
+    of_pool = registry.pool_dependent(required_confidences(features), known)
     if of_pool and not allow_pool_features:
         found = f"{', '.join(of_pool)}, which depend on the other responses"
         way_out = "Set `allow_pool_features` for a fusion for recorded pools only."
@@ -189,8 +172,8 @@ def fit_fusion(
     if not used.any():
         raise InputError(f"Expected responses with all of {features} and a target {target!r}, but got none.")
     values = table.values[used]
-    means, stds = centre_and_scale(values)
-    weights, intercept = fit_logistic((values - means) / stds, targets[used], l2=l2)
+    means, stds = scaling.centre_and_scale(values)
+    weights, intercept = scaling.fit_logistic((values - means) / stds, targets[used], l2=l2)
     fusion = Fusion(
         name=name,
         features=features,
@@ -213,7 +196,7 @@ def fit_fusion(
 def _targets(pool: Sequence[QuestionSamples], table: ResponseTable, target: FusionTarget) -> Floats:
     """Return the target of every response [N]; nan if it has none."""
     if target == "label":
-        check_labels(table)
+        scaling.check_labels(table)
         return table.correct
     if target == "ssc":
         check_confidence(pool, P_TRUE)
@@ -227,12 +210,12 @@ def _targets(pool: Sequence[QuestionSamples], table: ResponseTable, target: Fusi
     return np.array(targets, dtype=np.float64)  # None is NaN
 
 
-FittedScorer = Scaler | Fusion
+FittedScorer = scaling.Scaler | Fusion
 
 
-def load_scorer(path: str | Path, kinds: Sequence[str] = (*SCALER_KINDS, KIND)) -> FittedScorer:
+def load_scorer(path: str | Path, kinds: Sequence[str] = (*scaling.SCALER_KINDS, KIND)) -> FittedScorer:
     def make(kind: str, content: Mapping[str, Any]) -> FittedScorer:
-        return Fusion.from_json(content) if kind == KIND else Scaler.from_json(kind, content)
+        return Fusion.from_json(content) if kind == KIND else scaling.Scaler.from_json(kind, content)
 
     return load_whole(path, kinds, make)
 
@@ -291,7 +274,7 @@ def carried_confidences(pool: RecordedPool) -> list[str]:
     """Return the confidences of one response that every question with a readable answer has, in a fixed order."""
     names = {name for entry in pool.entries for sample in entry.samples for name in sample.confidences}
     candidates = [*STORED, *sorted(names.difference(STORED))]
-    left_out = pool_dependent(candidates, recorded_confidences(pool.estimators))
+    left_out = registry.pool_dependent(candidates, registry.recorded_confidences(pool.estimators))
     kept = [name for name in candidates if name not in left_out]
     return [name for name in kept if not any(lacks(entry, name) for entry in pool.entries)]
 
@@ -299,7 +282,7 @@ def carried_confidences(pool: RecordedPool) -> list[str]:
 def is_probability(pool: RecordedPool, name: str) -> bool:
     """Whether a confidence is a probability by its values and its estimator, so that it can weight votes unscaled."""
     values = (confidence_of(sample, name) for entry in pool.entries for sample in entry.samples)
-    may_be = may_be_probability(name, recorded_confidences(pool.estimators))
+    may_be = registry.may_be_probability(name, registry.recorded_confidences(pool.estimators))
     return may_be and all(value is None or 0.0 <= value <= 1.0 for value in values)
 
 
@@ -316,7 +299,7 @@ def fit_confidences(
 ) -> list[FittedScorer]:
     """Fit those of ``names`` that a pool lacks: ``SOURCE_platt`` (or another scaler) and ``fused``."""
     scorers: list[FittedScorer] = []
-    recorded = recorded_confidences(pool.estimators)
+    recorded = registry.recorded_confidences(pool.estimators)
     carried = carried_confidences(pool)
     there = {*carried, *(scorer.name for scorer in known)}
     for name in names:
@@ -326,10 +309,10 @@ def fit_confidences(
         if name == FUSED:
             features = [f"{LOGIT}{part}" if is_probability(pool, part) else part for part in carried]
             scorers.append(fit_fusion(pool.entries, features, target=target))
-        elif kind in SCALER_KINDS and source in carried:
-            scorers.append(fit_scaler(pool.entries, kind, source=source, known=recorded))
+        elif kind in scaling.SCALER_KINDS and source in carried:
+            scorers.append(scaling.fit_scaler(pool.entries, kind, source=source, known=recorded))
         else:
-            refuse_looking_ahead([name, source], recorded)
+            registry.refuse_looking_ahead([name, source], recorded)
             check_confidence(pool.entries, name)
     return scorers
 
@@ -338,7 +321,7 @@ def weigh_pool(
     pool: RecordedPool, names: Sequence[str], scorers: Sequence[FittedScorer], *, fitting: Sequence[str] = ()
 ) -> WeighedPool:
     check_not_fitted_on(pool.entries, [scorer for scorer in scorers if scorer.name not in fitting])
-    refuse_looking_ahead(names, [*recorded_confidences(pool.estimators), *scorers])
+    registry.refuse_looking_ahead(names, [*registry.recorded_confidences(pool.estimators), *scorers])
     entries = scored_pool(pool.entries, scorers)
     for name in names:
         check_confidence(entries, name)

@@ -8,19 +8,9 @@ from dataclasses import asdict, dataclass
 from pkgutil import resolve_name
 from typing import Any, Protocol, cast, get_args
 
+from selfcal_lightning.confidence import estimators
 from selfcal_lightning.confidence.agreement import Cocoa, SemanticEntropy, SemanticShare, TwoSampleHybrid
 from selfcal_lightning.confidence.base import STORED, Estimator, RewardSupport, SampleScorer
-from selfcal_lightning.confidence.estimators import (
-    STEP_STATISTICS,
-    TOKEN_STATISTICS,
-    TRAJECTORIES,
-    WEIGHTS,
-    LowestGroupConfidence,
-    ProbedResponses,
-    PTrue,
-    ResponseConsistency,
-    StepSelfEvaluation,
-)
 from selfcal_lightning.confidence.verbalized import Verbalized, VerbalizedPercent, VerbalizedWords
 from selfcal_lightning.core.errors import InputError, unknown_name
 from selfcal_lightning.core.registry import Registry
@@ -48,22 +38,22 @@ class EstimatorClass(Protocol):
 _OWN = cast(  # a class whose attributes are class variables is one of them
     "tuple[EstimatorClass, ...]",
     (
-        PTrue,
+        estimators.PTrue,
         Verbalized,
         VerbalizedWords,
         VerbalizedPercent,
-        ResponseConsistency,
+        estimators.ResponseConsistency,
         SemanticShare,
         SemanticEntropy,
         Cocoa,
         TwoSampleHybrid,
-        *TOKEN_STATISTICS,
-        LowestGroupConfidence,
-        *STEP_STATISTICS,
-        StepSelfEvaluation,
-        *TRAJECTORIES,
-        *WEIGHTS,
-        ProbedResponses,
+        *estimators.TOKEN_STATISTICS,
+        estimators.LowestGroupConfidence,
+        *estimators.STEP_STATISTICS,
+        estimators.StepSelfEvaluation,
+        *estimators.TRAJECTORIES,
+        *estimators.WEIGHTS,
+        estimators.ProbedResponses,
         *resolve_name("selfcal_lightning.rewards.estimator:REWARD_SCORES"),
     ),
 )
@@ -155,8 +145,8 @@ TARGETS = tuple(
 )
 
 
-def recorded_confidences(estimators: Mapping[str, str]) -> list[RecordedConfidence]:
-    known = {name: ESTIMATORS[estimator] for name, estimator in estimators.items() if estimator in ESTIMATORS}
+def recorded_confidences(by_name: Mapping[str, str]) -> list[RecordedConfidence]:
+    known = {name: ESTIMATORS[estimator] for name, estimator in by_name.items() if estimator in ESTIMATORS}
     return [RecordedConfidence(name, kind.needs_pool, kind.is_probability) for name, kind in known.items()]
 
 

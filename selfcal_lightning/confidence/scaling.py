@@ -14,15 +14,8 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
+from selfcal_lightning.confidence import features
 from selfcal_lightning.confidence.base import P_TRUE, STORED
-from selfcal_lightning.confidence.features import (
-    ConfidenceScores,
-    ResponseTable,
-    feature_value,
-    log_odds,
-    log_odds_of,
-    score_confidence,
-)
 from selfcal_lightning.confidence.fitted_files import save_fitted
 from selfcal_lightning.confidence.registry import KnownConfidence, may_be_probability, pool_dependent
 from selfcal_lightning.confidence.splits import FittedOn, check_not_fitted_on
@@ -68,9 +61,9 @@ def check_both(targets: Floats) -> None:
         raise InputError(f"Expected right and wrong responses to fit on, but all {len(targets)} are {targets[0]:g}.")
 
 
-def centre_and_scale(features: Floats) -> tuple[Floats, Floats]:
+def centre_and_scale(values: Floats) -> tuple[Floats, Floats]:
     """Return mean and standard deviation of each feature [D]; features that never change keep their scale."""
-    centre, scale = features.mean(axis=0), features.std(axis=0)
+    centre, scale = values.mean(axis=0), values.std(axis=0)
     return centre, np.where(scale > 1e-9 * (np.abs(centre) + 1.0), scale, 1.0)
 
 
@@ -104,7 +97,7 @@ class TemperatureMap:
         """
         from scipy.optimize import brentq
 
-        x = log_odds(values)
+        x = features.log_odds(values)
 
         def slope(inverse: float) -> float:
             return float(x @ (sigmoid(inverse * x) - targets))
@@ -116,10 +109,10 @@ class TemperatureMap:
         return cls(1.0 / float(brentq(slope, 1.0 / HOTTEST, 1.0 / COOLEST, xtol=1e-13, rtol=1e-13)))
 
     def transform(self, values: Floats) -> Floats:
-        return sigmoid(log_odds(values) / self.temperature)
+        return sigmoid(features.log_odds(values) / self.temperature)
 
     def scaled(self, value: float) -> float:
-        return sigmoid_of(log_odds_of(value) / self.temperature)
+        return sigmoid_of(features.log_odds_of(value) / self.temperature)
 
 
 @dataclass(frozen=True)
@@ -137,7 +130,7 @@ class PlattMap:
 
         The n1 right responses get ``(n1 + 1) / (n1 + 2)`` and the n0 wrong ones ``1 / (n0 + 2)``.
         """
-        x = log_odds(values) if takes_logit else values
+        x = features.log_odds(values) if takes_logit else values
         right = float(targets.sum())
         high, low = (right + 1.0) / (right + 2.0), 1.0 / (len(targets) - right + 2.0)
         (mean,), (std,) = centre_and_scale(x[:, None])
@@ -148,11 +141,11 @@ class PlattMap:
         return cls(slope, float(intercept - slope * mean), takes_logit)
 
     def transform(self, values: Floats) -> Floats:
-        x = log_odds(values) if self.takes_logit else values
+        x = features.log_odds(values) if self.takes_logit else values
         return sigmoid(self.slope * x + self.intercept)
 
     def scaled(self, value: float) -> float:
-        x = log_odds_of(value) if self.takes_logit else value
+        x = features.log_odds_of(value) if self.takes_logit else value
         return sigmoid_of(self.slope * x + self.intercept)
 
 
@@ -215,10 +208,10 @@ class Scaler:
     map: ScalerMap
     needs_pool: bool
     fitted_on: FittedOn
-    before: ConfidenceScores
-    after: ConfidenceScores
-    held_out_before: ConfidenceScores | None = None
-    held_out_after: ConfidenceScores | None = None
+    before: features.ConfidenceScores
+    after: features.ConfidenceScores
+    held_out_before: features.ConfidenceScores | None = None
+    held_out_after: features.ConfidenceScores | None = None
 
     @property
     def requires(self) -> tuple[str, ...]:
@@ -226,7 +219,7 @@ class Scaler:
 
     def score_sample(self, sample: Sample) -> float | None:
         """Return the scaled confidence, or None if the sample has none."""
-        value = feature_value(sample, self.source)
+        value = features.feature_value(sample, self.source)
         return None if value is None else self.map.scaled(value)
 
     def as_json(self) -> dict[str, Any]:
@@ -249,7 +242,7 @@ class Scaler:
         held_out = content["held_out_scores"] or {}
         scores = content["scores"] | {f"held_out_{name}": row for name, row in held_out.items()}
         read: dict[str, Any] = {name: content[name] for name in ("name", "source", "needs_pool")}
-        read |= {name: ConfidenceScores(**row) for name, row in scores.items()}
+        read |= {name: features.ConfidenceScores(**row) for name, row in scores.items()}
         fitted_on = FittedOn.from_json(content["fitted_on"])
         return cls(map=read_map(kind, content["parameters"]), fitted_on=fitted_on, **read)
 
@@ -275,7 +268,7 @@ def fit_scaler(
     check_new_name(name, (source,))
     if kind not in SCALER_KINDS:
         raise unknown_name("kind", kind, SCALER_KINDS)
-    table = ResponseTable.from_pool(pool, (source,))
+    table = features.ResponseTable.from_pool(pool, (source,))
     check_labels(table)
     used = table.is_complete
     if not used.any():
@@ -298,11 +291,11 @@ def fit_scaler(
     if held_out is None:
         return scaler
     check_not_fitted_on(held_out, scaler)
-    held_before, held_after = _scores(ResponseTable.from_pool(held_out, (source,)), source, name, map_, known)
+    held_before, held_after = _scores(features.ResponseTable.from_pool(held_out, (source,)), source, name, map_, known)
     return replace(scaler, held_out_before=held_before, held_out_after=held_after)
 
 
-def check_labels(table: ResponseTable) -> None:
+def check_labels(table: features.ResponseTable) -> None:
     unknown = np.isnan(table.correct)
     if unknown.any():
         question = table.question_ids[int(table.question[unknown][0])]
@@ -319,8 +312,8 @@ def check_new_name(name: str, sources: Sequence[str]) -> None:
 
 
 def _scores(
-    table: ResponseTable, source: str, name: str, map_: ScalerMap, known: Sequence[KnownConfidence]
-) -> tuple[ConfidenceScores, ConfidenceScores]:
+    table: features.ResponseTable, source: str, name: str, map_: ScalerMap, known: Sequence[KnownConfidence]
+) -> tuple[features.ConfidenceScores, features.ConfidenceScores]:
     values = table.values[:, 0]
-    before = score_confidence(source, values, table.correct, table.question, known)
-    return before, score_confidence(name, map_.transform(values), table.correct, table.question)
+    before = features.score_confidence(source, values, table.correct, table.question, known)
+    return before, features.score_confidence(name, map_.transform(values), table.correct, table.question)

@@ -15,16 +15,8 @@ from typing import Any, cast
 
 import numpy as np
 
+from selfcal_lightning.confidence import registry
 from selfcal_lightning.confidence.base import LOGPROB, MEAN_LOGPROB, P_TRUE, STORED, Estimator, confidence_of
-from selfcal_lightning.confidence.registry import (
-    ESTIMATORS,
-    REWARDS,
-    CriteriaSettings,
-    EstimatorClass,
-    RecordedConfidence,
-    check_name_tells,
-    estimator_settings,
-)
 from selfcal_lightning.confidence.scoring_model import ModelSettings, ScoringModel
 from selfcal_lightning.confidence.token_ids import entry_ids
 from selfcal_lightning.core.errors import InputError
@@ -261,7 +253,7 @@ class StoreScoring:
     consistency_samples: int | None = None
     shard: tuple[int, int] = (0, 1)
     overwrite: bool = False
-    criteria: CriteriaSettings = field(default_factory=CriteriaSettings)
+    criteria: registry.CriteriaSettings = field(default_factory=registry.CriteriaSettings)
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,7 +266,7 @@ class PoolScoring:
     task: str | None = None
     consistency_samples: int | None = None
     overwrite: bool = False
-    criteria: CriteriaSettings = field(default_factory=CriteriaSettings)
+    criteria: registry.CriteriaSettings = field(default_factory=registry.CriteriaSettings)
 
 
 def score_store(run: StoreScoring) -> list[ScoreReport]:
@@ -311,7 +303,9 @@ def score_store(run: StoreScoring) -> list[ScoreReport]:
 def score_pool(run: PoolScoring) -> list[ScoreReport]:
     members = _members(run)
     for member in members:
-        check_name_tells(RecordedConfidence(member.name, member.kind.needs_pool, member.kind.is_probability))
+        registry.check_name_tells(
+            registry.RecordedConfidence(member.name, member.kind.needs_pool, member.kind.is_probability)
+        )
     target = PoolTarget(Path(run.pool), Path(run.output), task=run.task, overwrite=run.overwrite)
     reports = _score_all(target, members, ScoringModel(run.model), run.output)
     for report in reports:
@@ -327,7 +321,7 @@ def score_pool(run: PoolScoring) -> list[ScoreReport]:
 class _Member:
     """An estimator of a run, created when the first response needs it."""
 
-    kind: EstimatorClass
+    kind: registry.EstimatorClass
     name: str
     settings: dict[str, Any]
     estimator: Estimator | None = None
@@ -348,7 +342,7 @@ def _members(run: StoreScoring | PoolScoring) -> list[_Member]:
         raise InputError(f"Expected `estimator` to name different estimators, at least one, but got {chosen}.")
     if run.name is not None and len(chosen) > 1:
         raise InputError(f"Expected one `estimator` where `name` is given, but got {chosen}.")
-    kinds = [ESTIMATORS[one] for one in chosen]
+    kinds = [registry.ESTIMATORS[one] for one in chosen]
     if run.consistency_samples is not None and "response_consistency" not in chosen:
         raise InputError(f"Expected `consistency_samples` with the estimator response_consistency, but got {chosen}.")
     run.criteria.check_taken(kinds)
@@ -358,14 +352,14 @@ def _members(run: StoreScoring | PoolScoring) -> list[_Member]:
         changes = run.criteria.of(kind)
         if run.consistency_samples is not None and kind.name == "response_consistency":
             changes["num_samples"] = run.consistency_samples
-        members.append(_Member(kind, run.name or kind.name, estimator_settings(kind.name, **changes)))
+        members.append(_Member(kind, run.name or kind.name, registry.estimator_settings(kind.name, **changes)))
     return members
 
 
-def _check_model(settings: ModelSettings, kinds: Sequence[EstimatorClass]) -> None:
+def _check_model(settings: ModelSettings, kinds: Sequence[registry.EstimatorClass]) -> None:
     """Refuse a model or adapter that does not exist; the store's own model is checked once it is known."""
     if rewarded := [kind.name for kind in kinds if kind.reads == "rewards"]:
-        REWARDS.check(settings.reward, rewarded)
+        registry.REWARDS.check(settings.reward, rewarded)
     elif settings.reward != RewardSettings():
         raise InputError(
             f"Expected `reward` with an estimator of a reward model, such as prm, but got {settings.reward}."

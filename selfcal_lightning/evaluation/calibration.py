@@ -17,35 +17,10 @@ from rich.table import Table
 from selfcal_lightning.confidence.base import P_TRUE
 from selfcal_lightning.core.files import write_atomically
 from selfcal_lightning.data.pools.recorded import RecordedPool
+from selfcal_lightning.evaluation import metrics, tables
 from selfcal_lightning.evaluation.curves import Reshuffles, powers_of_two
 from selfcal_lightning.evaluation.figures import reliability_grid, save_figure
 from selfcal_lightning.evaluation.inputs import Inputs
-from selfcal_lightning.evaluation.metrics import (
-    SHORT_NAMES,
-    SIDES,
-    PoolSummary,
-    compare_pools,
-    debiased_error,
-    estimate_keys,
-    has_confidence,
-    no_reference,
-    own_metrics,
-    result_keys,
-    scored_responses,
-    shared_probabilities,
-    summarise,
-    summary_keys,
-)
-from selfcal_lightning.evaluation.tables import (
-    DASH,
-    comparison_csv,
-    comparison_markdown,
-    comparison_rows,
-    comparison_table,
-    format_estimate,
-    markdown_table,
-    rich_table,
-)
 from selfcal_lightning.inference.vectorised import NUM_RESHUFFLES, SEED, leaders_at, votes_of
 from selfcal_lightning.metrics.arrays import PASS_AT_1, Floats, Integers
 from selfcal_lightning.metrics.bootstrap import Estimate, estimate_of, resample_weights
@@ -65,7 +40,7 @@ def compare_calibration(inputs: Inputs, folder: Path, *, num_resamples: int) -> 
     pairs: dict[str, tuple[list[Pool], str]] = {}
     for test, sides in inputs.tests.items():
         name = own_confidence(list(sides.values()))
-        if len(sides) == len(SIDES) and name is not None and num_resamples:
+        if len(sides) == len(metrics.SIDES) and name is not None and num_resamples:
             pairs[test] = [pool.entries for pool in sides.values()], name
             continue
         keys |= pool_keys(test, sides, name, num_resamples=num_resamples)
@@ -74,77 +49,76 @@ def compare_calibration(inputs: Inputs, folder: Path, *, num_resamples: int) -> 
 
 def pool_keys(test: str, pools: Mapping[str, RecordedPool], name: str | None, *, num_resamples: int) -> dict[str, Any]:
     """Return the keys of one test set: the comparison of two systems by the confidence ``name``, or of one alone."""
-    if len(pools) == len(SIDES) and name is not None and num_resamples:
+    if len(pools) == len(metrics.SIDES) and name is not None and num_resamples:
         pair = [pool.entries for pool in pools.values()]
-        return result_keys(test, compare_pools(*pair, name=name, num_resamples=num_resamples), pair, name=name)
+        changes = metrics.compare_pools(*pair, name=name, num_resamples=num_resamples)
+        return metrics.result_keys(test, changes, pair, name=name)
     keys: dict[str, Any] = {}
     for side, pool in pools.items():
-        keys |= summary_keys(test, side, pool.entries, name=name)
+        keys |= metrics.summary_keys(test, side, pool.entries, name=name)
         if name is None or not num_resamples:
             keys |= _accuracy(test, side, pool.entries, num_resamples=num_resamples)
             continue
-        keys[f"own.{test}.ece_debiased.{side}"] = debiased_error(pool.entries, name)
-        for metric, found in own_metrics(pool.entries, name, num_resamples=num_resamples).items():
-            keys |= estimate_keys(f"own.{test}.{SHORT_NAMES[metric]}.{side}", found)
+        keys[f"own.{test}.ece_debiased.{side}"] = metrics.debiased_error(pool.entries, name)
+        for metric, found in metrics.own_metrics(pool.entries, name, num_resamples=num_resamples).items():
+            keys |= metrics.estimate_keys(f"own.{test}.{metrics.SHORT_NAMES[metric]}.{side}", found)
     return keys
 
 
 def own_confidence(pools: Sequence[RecordedPool]) -> str | None:
     """Return the confidence by which pools are compared: P(True), else the first probability that all carry."""
-    if all(any(has_confidence(entry, P_TRUE) for entry in pool.entries) for pool in pools):
+    if all(any(metrics.has_confidence(entry, P_TRUE) for entry in pool.entries) for pool in pools):
         return P_TRUE
-    return next(iter(shared_probabilities(pools)), None)
+    return next(iter(metrics.shared_probabilities(pools)), None)
 
 
 def _accuracy(test: str, side: str, pool: Pool, *, num_resamples: int) -> dict[str, Any]:
     for entry in pool:
         if None in entry.verdicts:
-            raise no_reference(entry.question.id)
+            raise metrics.no_reference(entry.question.id)
     shares = np.array([[sum(map(bool, entry.verdicts)) / len(entry.samples) for entry in pool]])
     found = estimate_of((shares @ resample_weights(len(pool), num_resamples=num_resamples))[0])
-    return estimate_keys(f"own.{test}.{SHORT_NAMES[PASS_AT_1]}.{side}", found)
+    return metrics.estimate_keys(f"own.{test}.{metrics.SHORT_NAMES[PASS_AT_1]}.{side}", found)
 
 
 def _compare(
     pairs: Mapping[str, tuple[list[Pool], str]], same_texts: Mapping[str, bool], folder: Path, *, num_resamples: int
 ) -> dict[str, Any]:
     changes = {
-        test: compare_pools(*pools, name=name, num_resamples=num_resamples) for test, (pools, name) in pairs.items()
+        test: metrics.compare_pools(*pools, name=name, num_resamples=num_resamples)
+        for test, (pools, name) in pairs.items()
     }
-    diagrams: dict[str, dict[str, ReliabilityBins]] = {side: {} for side in SIDES}
+    diagrams: dict[str, dict[str, ReliabilityBins]] = {side: {} for side in metrics.SIDES}
     for test, (pools, name) in pairs.items():
-        for side, pool in zip(SIDES, pools, strict=True):
-            scored = scored_responses(pool, name=name)
+        for side, pool in zip(metrics.SIDES, pools, strict=True):
+            scored = metrics.scored_responses(pool, name=name)
             diagrams[side][test] = reliability_bins(scored.confidence, scored.correct)
     save_figure(reliability_grid(diagrams), folder / "reliability.png", dpi=120)
-    rows = comparison_rows(changes)
-    write_atomically(folder / "results.csv", comparison_csv(rows).encode())
+    rows = tables.comparison_rows(changes)
+    write_atomically(folder / "results.csv", tables.comparison_csv(rows).encode())
     console = Console()
     is_same = all(same_texts.get(test, False) for test in pairs)
     on = "The same responses, scored by both" if is_same else "Each model on its own samples"
-    console.print(comparison_table(rows, title=f"{on}; 95 % bootstrap over questions"))
+    console.print(tables.comparison_table(rows, title=f"{on}; 95 % bootstrap over questions"))
     keys: dict[str, Any] = {}
     lines: list[str] = []
     for test, (pools, name) in pairs.items():
-        found = result_keys(test, changes[test], pools, name=name)
-        errors = " -> ".join(f"{found[f'own.{test}.ece_debiased.{side}']:.3f}" for side in SIDES)
-        summaries = [summarise(pool, name=name) for pool in pools]
-        lines += [_sample_line(test, *summaries), f"{test}: ECE less what chance adds to it: {errors}"]
-        if any(one.unreadable or one.without_confidence for one in summaries):
-            console.print(lines[-2], highlight=False)
+        found = metrics.result_keys(test, changes[test], pools, name=name)
+        errors = " -> ".join(f"{found[f'own.{test}.ece_debiased.{side}']:.3f}" for side in metrics.SIDES)
+        before, after = (metrics.summarise(pool, name=name) for pool in pools)
+        sampled = (
+            f"{test}: {before.num_questions} questions, {before.num_responses} + {after.num_responses} responses; "
+            f"mean {before.confidence} {before.mean_confidence:.3f} -> {after.mean_confidence:.3f}; "
+            f"unreadable {before.unreadable:.1%} -> {after.unreadable:.1%} (counted as wrong); "
+            f"left out for lack of a confidence {before.without_confidence} + {after.without_confidence}"
+        )
+        lines += [sampled, f"{test}: ECE less what chance adds to it: {errors}"]
+        if any(one.unreadable or one.without_confidence for one in (before, after)):
+            console.print(sampled, highlight=False)
         keys |= found
-    text = "\n".join([comparison_markdown(rows), "", *(f"- {line}" for line in lines), ""])
+    text = "\n".join([tables.comparison_markdown(rows), "", *(f"- {line}" for line in lines), ""])
     write_atomically(folder / "results.md", text.encode())
     return keys
-
-
-def _sample_line(name: str, before: PoolSummary, after: PoolSummary) -> str:
-    return (
-        f"{name}: {before.num_questions} questions, {before.num_responses} + {after.num_responses} responses; "
-        f"mean {before.confidence} {before.mean_confidence:.3f} -> {after.mean_confidence:.3f}; "
-        f"unreadable {before.unreadable:.1%} -> {after.unreadable:.1%} (counted as wrong); "
-        f"left out for lack of a confidence {before.without_confidence} + {after.without_confidence}"
-    )
 
 
 KEYS = {False: "votes", True: "weighted_votes"}
@@ -170,7 +144,7 @@ class VoteRow:
 def votes_table(rows: Sequence[VoteRow]) -> Table:
     """Return the rows for the terminal: values alone, and the change with its interval, which fit into 80 columns."""
     heads, lines = _cells(rows, tight=True)
-    table = rich_table(heads, title="Accuracy of votes; 95 % bootstrap over questions", left=["split"])
+    table = tables.rich_table(heads, title="Accuracy of votes; 95 % bootstrap over questions", left=["split"])
     for column, name in zip(table.columns, heads, strict=True):
         column.no_wrap, column.overflow = name.startswith(CHANGE), "ellipsis"
     for cells in lines:
@@ -223,7 +197,10 @@ def _cells(rows: Sequence[VoteRow], *, tight: bool = False) -> tuple[list[str], 
     for test in dict.fromkeys(row.test for row in rows):
         here = {row.label: row for row in rows if row.test == test}
         for place, width in enumerate(next(iter(here.values())).widths):
-            found = [format_estimate(here[k].accuracy[place], tight=tight) if k in here else DASH for k in labels]
+            found = [
+                tables.format_estimate(here[k].accuracy[place], tight=tight) if k in here else tables.DASH
+                for k in labels
+            ]
             lines.append([str(width), test, *found])
     return ["samples", "split", *labels], lines
 
@@ -245,7 +222,7 @@ def compare_votes(
     for test, sides in inputs.tests.items():
         pools = list(sides.values())
         name = own_confidence(pools)
-        if len(sides) != len(SIDES) or name is None:
+        if len(sides) != len(metrics.SIDES) or name is None:
             continue
         keys[f"own.{test}.same_texts"] = inputs.same_texts.get(test, False)
         widths = powers_of_two(min(len(pool.shortest.samples) for pool in pools))
@@ -258,18 +235,18 @@ def compare_votes(
         means.append({is_weighted: means[1][is_weighted] - means[0][is_weighted] for is_weighted in KEYS})
         rows += [
             VoteRow(test, side, is_weighted, tuple(widths), tuple(map(estimate_of, columns)))
-            for side, by_weighing in zip((*SIDES, CHANGE), means, strict=True)
+            for side, by_weighing in zip((*metrics.SIDES, CHANGE), means, strict=True)
             for is_weighted, columns in by_weighing.items()
         ]
     for row in rows:
         for width, found in zip(row.widths, row.accuracy, strict=True):
-            keys |= estimate_keys(f"own.{row.test}.{KEYS[row.is_weighted]}_{width}.{row.side}", found)
+            keys |= metrics.estimate_keys(f"own.{row.test}.{KEYS[row.is_weighted]}_{width}.{row.side}", found)
     if rows:
         votes = [row for row in rows if row.side != CHANGE]
         shown = [*votes, *(row for row in rows if row.side == CHANGE and row.is_weighted)]
         Console().print(votes_table(shown))
         heads, lines = _cells(shown)
-        text = markdown_table(heads, lines, rule=f"|---:|---|{'---:|' * (len(heads) - 2)}")
+        text = tables.markdown_table(heads, lines, rule=f"|---:|---|{'---:|' * (len(heads) - 2)}")
         write_atomically(folder / "votes.md", f"{text}\n".encode())
         save_figure(votes_figure(votes), folder / "votes.png", dpi=120)
     return keys

@@ -16,25 +16,10 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.core.files import write_atomically
 from selfcal_lightning.evaluation.statistics import ConsensusRow, Resampled
+from selfcal_lightning.metrics import drawing
 from selfcal_lightning.metrics.arrays import Array, Floats, as_labels, as_probabilities
 from selfcal_lightning.metrics.calibration import ReliabilityBins, reliability_bins
 from selfcal_lightning.metrics.discrimination import auroc, roc_curve
-from selfcal_lightning.metrics.drawing import (
-    AFTER,
-    BEFORE,
-    GREY,
-    RIGHT,
-    WRONG,
-    centres,
-    draw_histogram,
-    draw_reliability,
-    frame,
-    frame_roc,
-    histogram_limit,
-    number,
-    shares,
-    widths,
-)
 
 PNG_START = b"\x89PNG\r\n\x1a\n"
 MARK = "selfcal_lightning"
@@ -70,22 +55,22 @@ def reliability_diagram(
     figure = Figure(figsize=(4.2, 5.0), layout="constrained")
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3.4, 1.0))
     bins = reliability_bins(confidence, correct, num_bins=num_bins)
-    error = f"ECE {number(bins.expected_error)}"
+    error = f"ECE {drawing.number(bins.expected_error)}"
     if before is None:
-        draw_reliability(upper, bins, colour=BEFORE, label="accuracy")
-        draw_histogram(lower, bins, colour=BEFORE)
+        drawing.draw_reliability(upper, bins, colour=drawing.BEFORE, label="accuracy")
+        drawing.draw_histogram(lower, bins, colour=drawing.BEFORE)
     else:
         earlier = reliability_bins(*before, num_bins=num_bins)
-        error = f"ECE {number(earlier.expected_error)} → {number(bins.expected_error)}"
-        draw_reliability(upper, bins, colour=AFTER, label="after")
+        error = f"ECE {drawing.number(earlier.expected_error)} → {drawing.number(bins.expected_error)}"
+        drawing.draw_reliability(upper, bins, colour=drawing.AFTER, label="after")
         filled = earlier.count > 0  # a line over the mean confidence of each bin
         upper.plot(
-            earlier.confidence[filled], earlier.accuracy[filled], "o-", color=BEFORE, markeredgecolor="white",
+            earlier.confidence[filled], earlier.accuracy[filled], "o-", color=drawing.BEFORE, markeredgecolor="white",
             linewidth=1.6, markersize=6, label="before", zorder=5,
         )  # fmt: skip
-        draw_histogram(lower, bins, colour=AFTER)
-        lower.stairs(shares(earlier.count), np.append(earlier.lower, 1.0), color=BEFORE, linewidth=1.6)
-        lower.set_ylim(0.0, histogram_limit(bins, earlier))
+        drawing.draw_histogram(lower, bins, colour=drawing.AFTER)
+        lower.stairs(drawing.shares(earlier.count), np.append(earlier.lower, 1.0), color=drawing.BEFORE, linewidth=1.6)
+        lower.set_ylim(0.0, drawing.histogram_limit(bins, earlier))
     upper.set_title(f"{title}: {error}" if title else error, fontsize=11)
     upper.set_ylabel("accuracy")
     upper.legend(loc="upper left", fontsize=8, frameon=False)
@@ -108,12 +93,12 @@ def reliability_grid(diagrams: Mapping[str, Mapping[str, ReliabilityBins]], *, t
         all_bins = list(by_column.values())
         for column, (label, bins) in enumerate(zip(columns, all_bins, strict=True)):
             upper, lower = grid[2 * row, column], grid[2 * row + 1, column]
-            colour = BEFORE if row % 2 == 0 else AFTER
-            draw_reliability(upper, bins, colour=colour, label="accuracy")
-            draw_histogram(lower, bins, colour=colour)
-            heading = f"{label}, {name}: ECE {number(bins.expected_error)}"
+            colour = drawing.BEFORE if row % 2 == 0 else drawing.AFTER
+            drawing.draw_reliability(upper, bins, colour=colour, label="accuracy")
+            drawing.draw_histogram(lower, bins, colour=colour)
+            heading = f"{label}, {name}: ECE {drawing.number(bins.expected_error)}"
             upper.set_title(heading, fontsize=10.5 if len(heading) < _LONG_HEADING else 8.5)
-        grid[2 * row + 1, 0].set_ylim(0.0, histogram_limit(*all_bins))
+        grid[2 * row + 1, 0].set_ylim(0.0, drawing.histogram_limit(*all_bins))
         grid[2 * row, 0].set_ylabel("accuracy")
         grid[2 * row + 1, 0].set_ylabel("share")
     grid[0, 0].legend(loc="upper left", fontsize=8, frameon=False)
@@ -127,14 +112,15 @@ def reliability_grid(diagrams: Mapping[str, Mapping[str, ReliabilityBins]], *, t
 def roc_figure(curves: Mapping[str, tuple[Array, Array]], *, title: str = "") -> Figure:
     figure = Figure(figsize=(4.2, 4.2), layout="constrained")
     axes = figure.subplots()
-    colours = [AFTER] if len(curves) == 1 else [BEFORE, AFTER, RIGHT, WRONG, GREY]
+    several = [drawing.BEFORE, drawing.AFTER, drawing.RIGHT, drawing.WRONG, drawing.GREY]
+    colours = [drawing.AFTER] if len(curves) == 1 else several
     for position, (name, (confidence, correct)) in enumerate(curves.items()):
         curve = roc_curve(confidence, correct)
         points: Any = ([], []) if curve is None else curve[:2]
-        label = f"{name}: AUROC {number(auroc(confidence, correct))}"
+        label = f"{name}: AUROC {drawing.number(auroc(confidence, correct))}"
         style = "-" if position < len(colours) else "--"
         axes.plot(*points, style, color=colours[position % len(colours)], linewidth=1.8, label=label)
-    frame_roc(axes)
+    drawing.frame_roc(axes)
     if title:
         axes.set_title(title, fontsize=11)
     axes.legend(loc="lower right", fontsize=9, frameon=False)
@@ -146,17 +132,17 @@ def confidence_distribution(confidence: Array, correct: Array, *, num_bins: int 
     figure = Figure(figsize=(4.8, 3.4), layout="constrained")
     axes = figure.subplots()
     highest = 0.0
-    for sign, name, colour, mask in ((1, "right", RIGHT, labels), (-1, "wrong", WRONG, ~labels)):
+    for sign, name, colour, mask in ((1, "right", drawing.RIGHT, labels), (-1, "wrong", drawing.WRONG, ~labels)):
         bins = reliability_bins(probabilities[mask], labels[mask], num_bins=num_bins)
-        share = shares(bins.count)
+        share = drawing.shares(bins.count)
         highest = max(highest, float(share.max()))
         mean = float(probabilities[mask].mean()) if mask.any() else None
-        label = f"{mask.sum()} {name}, mean {number(mean).lstrip('0')}"
-        axes.bar(centres(bins), sign * share, width=widths(bins), color=colour, label=label)
+        label = f"{mask.sum()} {name}, mean {drawing.number(mean).lstrip('0')}"
+        axes.bar(drawing.centres(bins), sign * share, width=drawing.widths(bins), color=colour, label=label)
         if mean is not None:
             axes.plot([mean, mean], [0.0, sign * 1.12 * max(share.max(), 0.02)], color="black", linewidth=1.1)
     axes.axhline(0.0, color="black", linewidth=0.8)
-    frame(axes)
+    drawing.frame(axes)
     limit = 1.25 * highest or 1.0
     axes.set(xlim=(0.0, 1.0), ylim=(-limit, limit), xlabel="confidence", ylabel="share of responses")
     axes.yaxis.set_major_formatter(lambda value, _: f"{abs(value):g}")
@@ -229,7 +215,7 @@ def risk_coverage_figure(rows: Sequence[ConsensusRow], *, title: str = "") -> Fi
                 row.curve.coverage, row.curve.risk, style, marker=".", markersize=3, linewidth=1.4,
                 color=palette[position % len(palette)], label=label,
             )  # fmt: skip
-        frame(axes)
+        drawing.frame(axes)
         axes.set(xlim=(0.0, 1.0), xlabel="share of the questions answered")
         axes.set_title(side, fontsize=10)
         axes.legend(loc="upper left", fontsize=7.5, frameon=False)
@@ -261,7 +247,7 @@ def _draw_panel(axes: Axes, rows: Sequence[Resampled], reference: Resampled | No
     axes.xaxis.set_major_locator(FixedLocator([tick for tick in ticks if 0.9 * first <= tick <= 1.1 * last]))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
-    frame(axes)
+    drawing.frame(axes)
 
 
 def _points(row: Resampled, cost: Cost) -> list[Floats]:

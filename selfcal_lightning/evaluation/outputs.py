@@ -16,16 +16,8 @@ from rich.table import Table
 from rich.text import Text
 
 from selfcal_lightning.core.files import write_atomically
+from selfcal_lightning.evaluation import statistics
 from selfcal_lightning.evaluation.figures import accuracy_figure, reliability_grid, risk_coverage_figure, save_figure
-from selfcal_lightning.evaluation.statistics import (
-    BreakEvenRow,
-    BudgetRow,
-    ConsensusRow,
-    Contender,
-    Resampled,
-    SavingRow,
-    headline,
-)
 from selfcal_lightning.evaluation.strategies import StrategyReport
 from selfcal_lightning.evaluation.tables import DASH, STYLES, csv_text, format_estimate, markdown_table, rich_table
 from selfcal_lightning.metrics.bootstrap import Estimate
@@ -137,10 +129,10 @@ Cells = list[str | Text]
 NEVER = "never"
 
 
-def budget_table(rows: Sequence[BudgetRow]) -> Table:
+def budget_table(rows: Sequence[statistics.BudgetRow]) -> Table:
     """Return the accuracy of one side's contenders at every budget, grouped by confidence."""
     budgets = sorted({row.budget for row in rows})
-    shown = headline(budgets)
+    shown = statistics.headline(budgets)
 
     def cells(at: Mapping[Any, Any]) -> Cells:
         accuracies = [_coloured(number(at[b].accuracy.value), at[b].change) if b in at else DASH for b in budgets]
@@ -154,13 +146,13 @@ def budget_table(rows: Sequence[BudgetRow]) -> Table:
     return _grouped(heads, [(row.budget, row) for row in rows], cells)
 
 
-def short_table(tests: Mapping[str, Sequence[BudgetRow]]) -> Table:
+def short_table(tests: Mapping[str, Sequence[statistics.BudgetRow]]) -> Table:
     """Return one budget only, a column for each test set and side: accuracy and, in brackets, the samples used."""
-    shown = headline(sorted({row.budget for rows in tests.values() for row in rows}))
+    shown = statistics.headline(sorted({row.budget for rows in tests.values() for row in rows}))
     placed = [((test, row.contender.side), row) for test, rows in tests.items() for row in rows if row.budget == shown]
     places = list(dict(placed))
 
-    def cell(row: BudgetRow) -> Text:
+    def cell(row: statistics.BudgetRow) -> Text:
         return _coloured(f"{number(row.accuracy.value)} ({row.samples.value:.1f})", row.change)
 
     heads = ["strategy", *(f"{test}, {side}" for test, side in places)]
@@ -168,7 +160,7 @@ def short_table(tests: Mapping[str, Sequence[BudgetRow]]) -> Table:
     return _grouped(heads, placed, lambda at: [cell(at[p]) if p in at else DASH for p in places], title=title)
 
 
-def saving_table(rows: Sequence[SavingRow]) -> Table:
+def saving_table(rows: Sequence[statistics.SavingRow]) -> Table:
     """Return what one side's contenders pay for the accuracy of self-consistency at each target."""
     accuracies = {row.target: row.accuracy for row in rows}
     targets = sorted(accuracies)
@@ -184,7 +176,7 @@ def saving_table(rows: Sequence[SavingRow]) -> Table:
     return _grouped(heads, [(row.target, row) for row in rows], cells)
 
 
-def consensus_table(rows: Sequence[ConsensusRow], scores: Mapping[str, Sequence[str]]) -> Table:
+def consensus_table(rows: Sequence[statistics.ConsensusRow], scores: Mapping[str, Sequence[str]]) -> Table:
     """Return how often near-unanimous winners are right, and what each confidence is worth on single responses."""
     above = f"> {rows[0].threshold:g}" if rows else ""
     heads = ["confidence", "AUROC", "within", "ECE", f"winners {above}", "of them right", "AURC"]
@@ -194,7 +186,7 @@ def consensus_table(rows: Sequence[ConsensusRow], scores: Mapping[str, Sequence[
     return table
 
 
-def break_even_table(rows: Sequence[BreakEvenRow]) -> Table:
+def break_even_table(rows: Sequence[statistics.BreakEvenRow]) -> Table:
     """Return, for each target, who saves most on the calibration questions, and when the cost is earned back."""
     heads = ["as good as", "contender", "tokens saved a question", "questions"]
     table = rich_table(heads, left=heads[:1], no_wrap=True)
@@ -239,7 +231,7 @@ def strategies_markdown(report: StrategyReport) -> str:
     return "\n\n".join([*lines, *findings, *sections])
 
 
-def curves_csv(curves: Mapping[str, Sequence[Resampled]]) -> str:
+def curves_csv(curves: Mapping[str, Sequence[statistics.Resampled]]) -> str:
     heads = ("test", "side", "strategy", "confidence", "parameter", "setting")
     numbers = ("accuracy", "accuracy_low", "accuracy_high", "samples", "tokens")
     lines = []
@@ -257,7 +249,7 @@ def curves_csv(curves: Mapping[str, Sequence[Resampled]]) -> str:
 
 def _grouped(
     heads: Sequence[str],
-    rows: Sequence[tuple[Any, BudgetRow | SavingRow]],
+    rows: Sequence[tuple[Any, statistics.BudgetRow | statistics.SavingRow]],
     cells: Callable[[Mapping[Any, Any]], Cells],
     *,
     title: str = "",
@@ -279,14 +271,14 @@ def _coloured(text: str, change: Estimate) -> Text:
     return Text(text, style=STYLES[change.is_positive])
 
 
-def _needed(row: SavingRow) -> str:
+def _needed(row: statistics.SavingRow) -> str:
     if row.samples.value is None or row.saving.value is None:
         return NEVER
     change = round(-100.0 * row.saving.value)
     return f"{row.samples.value:.1f} ({change:+d}%)" if change else f"{row.samples.value:.1f}"
 
 
-def _chosen(row: SavingRow) -> Text:
+def _chosen(row: statistics.SavingRow) -> Text:
     if row.chosen is None:
         return Text(NEVER)
     change = format_estimate(row.chosen.change, signed=True, tight=True)
@@ -303,7 +295,7 @@ def _percent(saving: Estimate) -> str:
     return f"{value}" if low is None and high is None else f"{value} [{low or '-∞'},{high or DASH}]"
 
 
-def _budget_cells(row: BudgetRow) -> list[str]:
+def _budget_cells(row: statistics.BudgetRow) -> list[str]:
     change = format_estimate(row.change, signed=True)
     return [
         *_who(row.contender),
@@ -317,7 +309,7 @@ def _budget_cells(row: BudgetRow) -> list[str]:
     ]
 
 
-def _saving_cells(row: SavingRow) -> list[str]:
+def _saving_cells(row: statistics.SavingRow) -> list[str]:
     samples, tokens = row.samples.value, None if row.tokens is None else row.tokens.value
     chosen = [DASH, DASH, DASH]
     if row.chosen is not None:
@@ -334,7 +326,7 @@ def _saving_cells(row: SavingRow) -> list[str]:
     ]
 
 
-def _consensus_cells(row: ConsensusRow, scores: Mapping[str, Sequence[str]]) -> list[str]:
+def _consensus_cells(row: statistics.ConsensusRow, scores: Mapping[str, Sequence[str]]) -> list[str]:
     name, right = row.confidence or "", row.correct
     return [
         row.confidence or "votes alone",
@@ -345,7 +337,7 @@ def _consensus_cells(row: ConsensusRow, scores: Mapping[str, Sequence[str]]) -> 
     ]
 
 
-def _who(contender: Contender) -> list[str]:
+def _who(contender: statistics.Contender) -> list[str]:
     return [contender.side, contender.strategy, contender.confidence or DASH]
 
 
@@ -356,7 +348,7 @@ def _tokens(saved: Estimate) -> str:
     return f"{saved.value:+.0f} [{ends[0]}, {ends[1]}]"
 
 
-def _questions(row: BreakEvenRow) -> str:
+def _questions(row: statistics.BreakEvenRow) -> str:
     counts = (row.questions, row.questions_low, row.questions_high)
     words = [NEVER if count is None else f"{count:,}" for count in counts]
     return words[0] if row.questions is None else f"{words[0]} [{words[1]}, {words[2]}]"

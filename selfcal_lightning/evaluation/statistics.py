@@ -14,20 +14,9 @@ from selfcal_lightning.confidence.fusion import WeighedPool
 from selfcal_lightning.evaluation.curves import StrategyCurve
 from selfcal_lightning.inference.base import leader, weighted_votes
 from selfcal_lightning.inference.thresholds import GridOutcome
+from selfcal_lightning.metrics import curves
 from selfcal_lightning.metrics.arrays import Floats
 from selfcal_lightning.metrics.bootstrap import Estimate, estimate_of, estimate_or_never, resample_weights
-from selfcal_lightning.metrics.curves import (
-    Proportion,
-    RiskCoverage,
-    best_setting_within,
-    break_even,
-    cheapest_setting_reaching,
-    cost_to_reach,
-    costs_to_reach,
-    risk_coverage,
-    setting_within,
-    wilson_interval,
-)
 from selfcal_lightning.metrics.discrimination import aurc
 from selfcal_lightning.records import Sample
 
@@ -91,10 +80,10 @@ class ConsensusRow:
     side: str
     confidence: str | None
     threshold: float
-    share: Proportion
-    correct: Proportion
+    share: curves.Proportion
+    correct: curves.Proportion
     aurc: float | None
-    curve: RiskCoverage = field(repr=False)
+    curve: curves.RiskCoverage = field(repr=False)
 
 
 @dataclass(frozen=True)
@@ -149,7 +138,7 @@ class Resampled:
 
 
 def resample_curves(
-    curves: Mapping[str, Sequence[StrategyCurve]],
+    by_side: Mapping[str, Sequence[StrategyCurve]],
     calibration: Mapping[str, Sequence[StrategyCurve]] | None,
     *,
     num_resamples: int,
@@ -157,9 +146,9 @@ def resample_curves(
 ) -> list[Resampled]:
     """Resample the questions of all curves together; those of the calibration questions may be more."""
     found = []
-    num_questions = next(iter(curves.values()))[0].outcome.num_questions
+    num_questions = next(iter(by_side.values()))[0].outcome.num_questions
     weights = resample_weights(num_questions, num_resamples=num_resamples, seed=seed)
-    for side, rows in curves.items():
+    for side, rows in by_side.items():
         others = {(curve.strategy, curve.confidence): curve.outcome for curve in (calibration or {}).get(side, ())}
         for curve in rows:
             other = None if calibration is None else others[curve.strategy, curve.confidence]
@@ -180,8 +169,8 @@ def setting_for(row: Resampled, budget: int) -> int | None:
     if row.curve.parameter == "max_samples":
         return row.grid.index(budget) if budget in row.grid else None
     if row.calibration is None:
-        return setting_within(row.curve.outcome.mean_samples, budget)
-    return best_setting_within(row.calibration.mean_samples, row.calibration.accuracy, budget)
+        return curves.setting_within(row.curve.outcome.mean_samples, budget)
+    return curves.best_setting_within(row.calibration.mean_samples, row.calibration.accuracy, budget)
 
 
 def budget_rows(resampled: Sequence[Resampled], budgets: Sequence[int]) -> list[BudgetRow]:
@@ -216,8 +205,8 @@ def saving_rows(resampled: Sequence[Resampled], targets: Sequence[int]) -> list[
     for row in resampled:
         if row.contender.is_oracle:
             continue
-        all_samples = costs_to_reach(row.samples.T, row.accuracy.T, wanted)
-        all_tokens = None if row.tokens is None else costs_to_reach(row.tokens.T, row.accuracy.T, wanted)
+        all_samples = curves.costs_to_reach(row.samples.T, row.accuracy.T, wanted)
+        all_tokens = None if row.tokens is None else curves.costs_to_reach(row.tokens.T, row.accuracy.T, wanted)
         for position, (target, at) in enumerate(zip(targets, wanted_positions, strict=True)):
             samples = all_samples[position]
             tokens = saved_tokens = None
@@ -249,7 +238,7 @@ def break_even_rows(savings: Sequence[SavingRow], cost: float) -> list[BreakEven
         saved = row.saved_tokens
         if saved is None or row.contender.side != last:
             continue
-        counts = (break_even(cost, value) for value in (saved.value, saved.high, saved.low))
+        counts = (curves.break_even(cost, value) for value in (saved.value, saved.high, saved.low))
         rows.append(BreakEvenRow(row.contender, row.target, cost, saved, row.rank, *counts))
     return rows
 
@@ -259,7 +248,7 @@ def _chosen(row: Resampled, reference: Resampled, target: int) -> ChosenSetting 
     if row.calibration is None or reference.calibration is None:
         return None
     wanted = float(reference.calibration.accuracy[reference.grid.index(target)])
-    setting = cheapest_setting_reaching(row.calibration.mean_samples, row.calibration.accuracy, wanted)
+    setting = curves.cheapest_setting_reaching(row.calibration.mean_samples, row.calibration.accuracy, wanted)
     if setting is None:
         return None
     return ChosenSetting(
@@ -275,7 +264,7 @@ def _saved(curve: GridOutcome, reference: GridOutcome, at: int) -> float | None:
     costs, others = curve.mean_tokens, reference.mean_tokens
     if costs is None or others is None:
         return None
-    needed = cost_to_reach(costs, curve.accuracy, float(reference.accuracy[at]))
+    needed = curves.cost_to_reach(costs, curve.accuracy, float(reference.accuracy[at]))
     return None if needed is None else float(others[at]) - needed
 
 
@@ -295,10 +284,10 @@ def consensus_rows(side: str, weighed: WeighedPool) -> list[ConsensusRow]:
                 side,
                 name,
                 NEAR_UNANIMOUS,
-                share=wilson_interval(len(above), len(verdicts)),
-                correct=wilson_interval(sum(above), len(above)),
+                share=curves.wilson_interval(len(above), len(verdicts)),
+                correct=curves.wilson_interval(sum(above), len(above)),
                 aurc=aurc(shares, correct),
-                curve=risk_coverage(shares, correct),
+                curve=curves.risk_coverage(shares, correct),
             )
         )
     return rows

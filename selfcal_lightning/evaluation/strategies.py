@@ -24,6 +24,7 @@ from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.core.progress import Progress, Stage
 from selfcal_lightning.data.pools.recorded import RecordedPool, load_recorded_pool
 from selfcal_lightning.data.tasks.judging import total_tokens
+from selfcal_lightning.evaluation import statistics
 from selfcal_lightning.evaluation.curves import (
     Reshuffles,
     StrategyCurve,
@@ -37,21 +38,6 @@ from selfcal_lightning.evaluation.curves import (
     tune,
 )
 from selfcal_lightning.evaluation.metrics import summarise
-from selfcal_lightning.evaluation.statistics import (
-    REFERENCE,
-    BreakEvenRow,
-    BudgetRow,
-    ConsensusRow,
-    Resampled,
-    SavingRow,
-    break_even_rows,
-    budget_rows,
-    consensus_rows,
-    headline,
-    resample_curves,
-    saving_rows,
-    weighing_confidences,
-)
 from selfcal_lightning.evaluation.tables import format_estimate
 from selfcal_lightning.inference.thresholds import confidence_quantiles
 from selfcal_lightning.metrics.calibration import ReliabilityBins, reliability_bins
@@ -167,7 +153,7 @@ class SideStrategies:
 
     def __init__(self, side: str, calibrated: Calibrated, settings: StrategySettings) -> None:
         self.side, self.calibrated, self._settings = side, calibrated, settings
-        self._labels = list(dict.fromkeys([REFERENCE, *settings.strategies]))
+        self._labels = list(dict.fromkeys([statistics.REFERENCE, *settings.strategies]))
         self.on_calibration, self._tuned_at = cache(self._run_calibration), cache(self._tune)
 
     def run(self, weighed: WeighedPool, width: int, *, name: str) -> list[StrategyCurve]:
@@ -181,9 +167,12 @@ class SideStrategies:
                 tuned=self._tuned_at(width),
                 values={name: confidence_quantiles(source.pool.entries, name) for name in source.confidences},
             )
-            if REFERENCE not in settings.strategies:  # nobody asked for votes by what cannot weigh them
-                can_weigh = {None, *weighing_confidences(weighed)} & {None, *weighing_confidences(source)}
-                jobs = [job for job in jobs if job.label != REFERENCE or job.strategy.confidence in can_weigh]
+            if statistics.REFERENCE not in settings.strategies:  # nobody asked for votes by what cannot weigh them
+                both = (set(statistics.weighing_confidences(one)) for one in (weighed, source))
+                can_weigh = {None, *set.intersection(*both)}
+                jobs = [
+                    job for job in jobs if job.label != statistics.REFERENCE or job.strategy.confidence in can_weigh
+                ]
             reshuffles = Reshuffles(
                 weighed.pool,
                 [None, *weighed.confidences],
@@ -208,15 +197,17 @@ class SideStrategies:
         return tune(half.pool.entries, self._labels, names, max_samples=width, seed=seed)
 
 
-def confidence_findings(side: str, scores: Sequence[ConfidenceScores], rows: Sequence[BudgetRow]) -> list[str]:
+def confidence_findings(
+    side: str, scores: Sequence[ConfidenceScores], rows: Sequence[statistics.BudgetRow]
+) -> list[str]:
     if not rows:
         return []
-    budget = headline(sorted({row.budget for row in rows}))
+    budget = statistics.headline(sorted({row.budget for row in rows}))
     here = [row for row in rows if (row.contender.side, row.budget) == (side, budget)]
     return [_finding(side, one, budget, [r for r in here if r.contender.confidence == one.name]) for one in scores]
 
 
-def _finding(side: str, score: ConfidenceScores, budget: int, rows: Sequence[BudgetRow]) -> str:
+def _finding(side: str, score: ConfidenceScores, budget: int, rows: Sequence[statistics.BudgetRow]) -> str:
     changes = [row for row in rows if row.change.value is not None]
     within = "unknown" if score.within_question_auroc is None else f"{score.within_question_auroc:.3f}"
     reason = f"AUROC within questions {within} (.5 is chance)"
@@ -241,24 +232,24 @@ class StrategyReport:
     unreadable: Mapping[str, float]
     confidences: Mapping[str, list[ConfidenceScores]]
     reliability: Mapping[str, Mapping[str, ReliabilityBins]]
-    curves: Sequence[Resampled]
-    budgets: list[BudgetRow]
-    savings: list[SavingRow]
-    consensus: list[ConsensusRow]
-    break_even: list[BreakEvenRow]
+    curves: Sequence[statistics.Resampled]
+    budgets: list[statistics.BudgetRow]
+    savings: list[statistics.SavingRow]
+    consensus: list[statistics.ConsensusRow]
+    break_even: list[statistics.BreakEvenRow]
     findings: list[str]
     notes: list[str]
 
 
 def run_strategies(
     test: EvaluatedTest, sides: Mapping[str, SideStrategies], settings: StrategySettings
-) -> list[Resampled]:
+) -> list[statistics.Resampled]:
     """Run all strategies on all sides' samples of a test set, and resample its questions."""
     curves = {side: sides[side].run(pool, test.width, name=test.name) for side, pool in test.pools.items()}
     found = {side: sides[side].on_calibration(test.width) for side in test.pools}
     calibration = {side: rows for side, rows in found.items() if rows is not None}
     with Stage(f"Resampling the questions of {test.name}"):
-        return resample_curves(
+        return statistics.resample_curves(
             curves,
             calibration if len(calibration) == len(curves) else None,
             num_resamples=settings.num_resamples,
@@ -266,10 +257,12 @@ def run_strategies(
         )
 
 
-def report_on(test: EvaluatedTest, resampled: Sequence[Resampled], settings: StrategySettings) -> StrategyReport:
+def report_on(
+    test: EvaluatedTest, resampled: Sequence[statistics.Resampled], settings: StrategySettings
+) -> StrategyReport:
     targets = settings.targets or [target for target in (4, 8, 16) if target <= test.width] or [test.width]
-    savings = saving_rows(resampled, targets)
-    budgets = budget_rows(resampled, settings.budgets or powers_of_two(test.width))
+    savings = statistics.saving_rows(resampled, targets)
+    budgets = statistics.budget_rows(resampled, settings.budgets or powers_of_two(test.width))
     tables = {
         side: ResponseTable.from_pool(weighed.pool.entries, weighed.confidences) for side, weighed in test.pools.items()
     }
@@ -293,8 +286,8 @@ def report_on(test: EvaluatedTest, resampled: Sequence[Resampled], settings: Str
         curves=resampled,
         budgets=budgets,
         savings=savings,
-        consensus=[row for side, pool in test.pools.items() for row in consensus_rows(side, pool)],
-        break_even=[] if settings.cost_tokens is None else break_even_rows(savings, settings.cost_tokens),
+        consensus=[row for side, pool in test.pools.items() for row in statistics.consensus_rows(side, pool)],
+        break_even=[] if settings.cost_tokens is None else statistics.break_even_rows(savings, settings.cost_tokens),
         findings=[
             *(text for side, rows in scores.items() for text in confidence_findings(side, rows, budgets)),
             *_bias_notes(scores),

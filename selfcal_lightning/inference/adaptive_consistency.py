@@ -12,6 +12,7 @@ from scipy.special import betainc, entr, gammainc, gammaln
 
 from selfcal_lightning.confidence.base import P_TRUE
 from selfcal_lightning.core.errors import InputError, unknown_name
+from selfcal_lightning.inference import vectorised
 from selfcal_lightning.inference.base import (
     Ask,
     Solving,
@@ -21,18 +22,6 @@ from selfcal_lightning.inference.base import (
     check_weights,
     leader,
     make_verdict,
-)
-from selfcal_lightning.inference.vectorised import (
-    UNREADABLE,
-    CurveOutcome,
-    PoolArrays,
-    Votes,
-    VoteStep,
-    as_thresholds,
-    first_crossing,
-    outcome_at,
-    votes_of,
-    walk_votes,
 )
 from selfcal_lightning.metrics.arrays import Array, Floats, Integers, as_array, check_positive
 from selfcal_lightning.records import Question, Sample
@@ -209,23 +198,25 @@ class AdaptiveConsistency:
         confidence = None if total <= 0.0 else 1.0 + certainty if self.criterion == "entropy" else certainty
         return make_verdict(question, samples, leader(votes), confidence=confidence, stopped_early=is_clear)
 
-    def curve(self, pool: PoolArrays, grid: Sequence[float]) -> CurveOutcome:
-        bounds = np.array([self._bound(value) for value in as_thresholds(grid)])
-        votes = votes_of(pool, weighted=self.criterion == "confidence_ratio", width=self.max_samples)
+    def curve(self, pool: vectorised.PoolArrays, grid: Sequence[float]) -> vectorised.CurveOutcome:
+        bounds = np.array([self._bound(value) for value in vectorised.as_thresholds(grid)])
+        votes = vectorised.votes_of(pool, weighted=self.criterion == "confidence_ratio", width=self.max_samples)
         scores, leaders = self._scores(votes)
-        fallback = leaders[:, -1] if leaders.shape[1] else np.full(len(leaders), UNREADABLE)
-        return outcome_at(first_crossing(scores, bounds), leaders, fallback=fallback, length=pool.length)
+        fallback = leaders[:, -1] if leaders.shape[1] else np.full(len(leaders), vectorised.UNREADABLE)
+        return vectorised.outcome_at(
+            vectorised.first_crossing(scores, bounds), leaders, fallback=fallback, length=pool.length
+        )
 
-    def _scores(self, votes: Votes) -> tuple[Floats, Integers]:
+    def _scores(self, votes: vectorised.Votes) -> tuple[Floats, Integers]:
         """Return the rule's score after every sample, -inf before it may stop, and the leader's code, both [Q, W]."""
         num_questions, num_samples = votes.code.shape
-        leaders = np.full((num_questions, num_samples), UNREADABLE, dtype=np.int64)
+        leaders = np.full((num_questions, num_samples), vectorised.UNREADABLE, dtype=np.int64)
         scores = np.full((num_questions, num_samples), -np.inf)
         # Entropy needs the counts of all answers, so it is taken at once; the probabilities those of the first few.
         num_counts = _FIRST.get(self.criterion, max(int(votes.code.max(initial=0)) + 1, 1))
         counts = np.zeros((num_questions, num_counts))
         leading = np.zeros((num_questions, num_samples, _FIRST.get(self.criterion, 0)))
-        for step in walk_votes(votes):
+        for step in vectorised.walk_votes(votes):
             column = step.num_samples - 1
             leaders[:, column] = step.leader
             if self.criterion in _RATIOS:
@@ -272,7 +263,7 @@ def _cached_score(criterion: str, counts: tuple[float, ...]) -> float:
     return float(_count_score(criterion, np.array(counts)))
 
 
-def _count_vote(counts: Floats, votes: Votes, step: VoteStep) -> None:
+def _count_vote(counts: Floats, votes: vectorised.Votes, step: vectorised.VoteStep) -> None:
     """Add the step's votes to every question's sorted counts [Q, C], in place.
 
     Incrementing the first of several equal counts keeps them sorted; a count that is cut off can at most tie.

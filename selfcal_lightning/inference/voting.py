@@ -12,6 +12,7 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from selfcal_lightning.inference import vectorised
 from selfcal_lightning.inference.base import (
     Ask,
     Solving,
@@ -23,17 +24,6 @@ from selfcal_lightning.inference.base import (
     leader,
     make_verdict,
     share_of,
-)
-from selfcal_lightning.inference.vectorised import (
-    UNREADABLE,
-    CurveOutcome,
-    PoolArrays,
-    Votes,
-    as_budgets,
-    leaders_at,
-    outcome_of_budgets,
-    vote_leader,
-    votes_of,
 )
 from selfcal_lightning.metrics.arrays import Floats, Integers, check_positive
 from selfcal_lightning.metrics.consistency import masked_standardised_weights
@@ -64,7 +54,7 @@ class _Vote(ABC):
         """Return the weights of a question's N >= 1 votes [N]."""
 
     @abstractmethod
-    def leaders(self, votes: Votes, budgets: Integers) -> Codes:
+    def leaders(self, votes: vectorised.Votes, budgets: Integers) -> Codes:
         """Return the winners' codes at each budget [G, Q]; equal to what ``weights`` of the first votes gives."""
 
     def weigh(self, samples: Sequence[Sample]) -> dict[str, float]:
@@ -79,23 +69,23 @@ class _Vote(ABC):
         answer = leader(votes)
         return make_verdict(question, samples, answer, confidence=share_of(votes, answer), stopped_early=False)
 
-    def curve(self, pool: PoolArrays, grid: Sequence[int]) -> CurveOutcome:
-        budgets = as_budgets(grid)
-        votes = votes_of(pool, weighted=self.confidence is not None, width=int(budgets.max(initial=0)))
-        return outcome_of_budgets(self.leaders(votes, budgets), budgets, pool.length)
+    def curve(self, pool: vectorised.PoolArrays, grid: Sequence[int]) -> vectorised.CurveOutcome:
+        budgets = vectorised.as_budgets(grid)
+        votes = vectorised.votes_of(pool, weighted=self.confidence is not None, width=int(budgets.max(initial=0)))
+        return vectorised.outcome_of_budgets(self.leaders(votes, budgets), budgets, pool.length)
 
 
-def _leaders_of(votes: Votes, budgets: Integers, weights: Callable[[int], Floats]) -> Codes:
+def _leaders_of(votes: vectorised.Votes, budgets: Integers, weights: Callable[[int], Floats]) -> Codes:
     """Return the winners [G, Q] of votes whose weights [n, Q] depend on the budget n, which only rises."""
     num_questions, width = votes.code.shape
     reached = np.minimum(budgets, width)
-    leaders = np.full((width + 1, num_questions), UNREADABLE, dtype=np.int32)
+    leaders = np.full((width + 1, num_questions), vectorised.UNREADABLE, dtype=np.int32)
     for number in sorted(set(reached.tolist()) - {0}):
-        leaders[number] = vote_leader(votes, weights(number).T)
+        leaders[number] = vectorised.vote_leader(votes, weights(number).T)
     return leaders[reached]
 
 
-def _scores(votes: Votes) -> Floats:
+def _scores(votes: vectorised.Votes) -> Floats:
     """Return the confidences [W, Q]; nan where a sample does not vote."""
     return np.where(votes.is_vote, votes.weight, np.nan).T
 
@@ -126,8 +116,8 @@ class SelfConsistency(_Vote):
         check_weights(confidence.min())
         return confidence
 
-    def leaders(self, votes: Votes, budgets: Integers) -> Codes:
-        return leaders_at(votes, budgets)
+    def leaders(self, votes: vectorised.Votes, budgets: Integers) -> Codes:
+        return vectorised.leaders_at(votes, budgets)
 
 
 # Far below what separates any two confidences, and far above what overflows.
@@ -165,7 +155,7 @@ class CISC(_Vote):
         """Return the weights relative to the largest: none overflows, and the largest does not underflow."""
         return np.asarray(np.exp((confidence - np.fmax.reduce(confidence)) / self.temperature))
 
-    def leaders(self, votes: Votes, budgets: Integers) -> Codes:
+    def leaders(self, votes: vectorised.Votes, budgets: Integers) -> Codes:
         scores = _scores(votes)
         return _leaders_of(votes, budgets, lambda number: self.weights(scores[:number]))
 
@@ -205,7 +195,7 @@ class BordaVoting(_Vote):
         points[by_rank] = np.arange(len(confidence), 0, -1)
         return np.array([float(number) ** self.power for number in points.tolist()])
 
-    def leaders(self, votes: Votes, budgets: Integers) -> Codes:
+    def leaders(self, votes: vectorised.Votes, budgets: Integers) -> Codes:
         scores, admitted = _scores(votes), 0
         points = np.zeros(scores.shape, dtype=np.int64)
         # Python's power, as in `weights`: NumPy's may differ in the last bit and turn a tie.
@@ -231,10 +221,10 @@ def _admit(scores: Floats, points: Integers, number: int) -> None:
     points[number] = 1 + np.count_nonzero(earlier < new, axis=0)
 
 
-def _best(pool: PoolArrays, grid: Sequence[int]) -> CurveOutcome:
+def _best(pool: vectorised.PoolArrays, grid: Sequence[int]) -> vectorised.CurveOutcome:
     """Return the answer of the sample with the highest confidence within each budget, the first on ties."""
-    budgets = as_budgets(grid)
-    votes = votes_of(pool, weighted=True, width=int(budgets.max(initial=0)))
+    budgets = vectorised.as_budgets(grid)
+    votes = vectorised.votes_of(pool, weighted=True, width=int(budgets.max(initial=0)))
     num_questions, width = votes.code.shape
     scores = np.where(votes.is_vote, votes.weight, -np.inf)
     # Column n holds what the first n samples say; before any vote the score is -inf and the best sample is none.
@@ -242,9 +232,9 @@ def _best(pool: PoolArrays, grid: Sequence[int]) -> CurveOutcome:
     is_new = best[:, 1:] > best[:, :-1]
     chosen = np.maximum.accumulate(np.where(is_new, np.arange(1, width + 1), 0), axis=1)
     chosen = np.column_stack([np.zeros(num_questions, dtype=np.int64), chosen])
-    codes = np.column_stack([np.full(num_questions, UNREADABLE), votes.code])
+    codes = np.column_stack([np.full(num_questions, vectorised.UNREADABLE), votes.code])
     at_budget = chosen[:, np.minimum(budgets, width)]
-    return outcome_of_budgets(np.take_along_axis(codes, at_budget, axis=1).T, budgets, pool.length)
+    return vectorised.outcome_of_budgets(np.take_along_axis(codes, at_budget, axis=1).T, budgets, pool.length)
 
 
 @dataclass(frozen=True)
@@ -279,7 +269,7 @@ class BestOfN:
         answer, best = max(cast, key=itemgetter(1)) if cast else (None, None)
         return make_verdict(question, samples, answer, confidence=best, stopped_early=False)
 
-    def curve(self, pool: PoolArrays, grid: Sequence[int]) -> CurveOutcome:
+    def curve(self, pool: vectorised.PoolArrays, grid: Sequence[int]) -> vectorised.CurveOutcome:
         return _best(pool, grid)
 
 
@@ -309,7 +299,7 @@ class StandardisedVoting(_Vote):
     def weights(self, confidence: Floats) -> Floats:
         return np.asarray(masked_standardised_weights(confidence[:, None])[:, 0])
 
-    def leaders(self, votes: Votes, budgets: Integers) -> Codes:
+    def leaders(self, votes: vectorised.Votes, budgets: Integers) -> Codes:
         scores = _scores(votes)
         return _leaders_of(votes, budgets, lambda number: masked_standardised_weights(scores[:number]))
 
@@ -338,5 +328,5 @@ class PassAtN:
         answer = next((sample.answer for sample in right + readable), None)
         return make_verdict(question, samples, answer, confidence=None, stopped_early=False)
 
-    def curve(self, pool: PoolArrays, grid: Sequence[int]) -> CurveOutcome:
+    def curve(self, pool: vectorised.PoolArrays, grid: Sequence[int]) -> vectorised.CurveOutcome:
         return _best(replace(pool, confidence=pool.correct.astype(np.float64)), grid)

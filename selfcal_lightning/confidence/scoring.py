@@ -19,7 +19,7 @@ from selfcal_lightning.confidence import registry
 from selfcal_lightning.confidence.base import LOGPROB, MEAN_LOGPROB, P_TRUE, STORED, Estimator, confidence_of
 from selfcal_lightning.confidence.scoring_model import ModelSettings, ScoringModel
 from selfcal_lightning.confidence.token_ids import entry_ids
-from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.core.errors import InputError, check_at_least
 from selfcal_lightning.core.files import check_replaceable, to_json, write_atomically, write_json_lines
 from selfcal_lightning.core.plugins import loaded_plugins
 from selfcal_lightning.core.progress import Progress, say
@@ -345,6 +345,7 @@ def _members(run: StoreScoring | PoolScoring) -> list[_Member]:
     kinds = [registry.ESTIMATORS[one] for one in chosen]
     if run.consistency_samples is not None and "response_consistency" not in chosen:
         raise InputError(f"Expected `consistency_samples` with the estimator response_consistency, but got {chosen}.")
+    check_at_least(1, consistency_samples=1 if run.consistency_samples is None else run.consistency_samples)
     run.criteria.check_taken(kinds)
     _check_model(run.model, kinds)
     members = []

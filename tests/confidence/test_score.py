@@ -311,6 +311,7 @@ def test_bad_pools_are_named(pool: Path, tmp_path: Path) -> None:
         ({"pool": "p", "output": "o", "split": "x"}, "split"),
         ({"pool": "p", "output": "o", "shard": "0/2"}, "shard"),
         ({"store_dir": "s", "consistency_samples": 3}, "consistency_samples"),
+        ({"estimator": "response_consistency", "store_dir": "s", "consistency_samples": 0}, "consistency_samples"),
         ({"estimator": "prm", "store_dir": "s"}, "reward.model"),
         ({"store_dir": "s", "reward": RewardSettings("m")}, "reward"),
     ],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from selfcal_lightning.confidence.base import MEAN_LOGPROB, confidence_of
@@ -77,34 +77,21 @@ Clusters = Sequence[Any]  # of the responses to a question; None for one that is
 
 @dataclass(frozen=True)
 class Agreement:
-    """A row of the table of confidences by agreement; call it to create the estimator."""
-
-    name: str
-    score: Callable[[Sequence[Sample], Clusters], list[float | None]]  # of the responses to a question
-    is_probability: bool = True
-    needs_pool: ClassVar[bool] = True
-    reads: ClassVar[str] = "pool"
-
-    def __call__(self, *, entailment: str | Entails | None = None) -> AgreementScores:
-        """Return the estimator.
-
-        Args:
-            entailment: Folder or hub name of a classifier with a label named entailment, by which responses are
-                clustered; None clusters them by canonical answer.
-        """
-        entails = EntailmentModel(entailment) if isinstance(entailment, str) else entailment
-        return AgreementScores(self.name, self.is_probability, self.score, entails)
-
-
-@dataclass(frozen=True)
-class AgreementScores:
     """An estimator that clusters the responses to a question: by answer, or by meaning with an entailment model."""
 
     name: str
-    is_probability: bool
-    of_clusters: Callable[[Sequence[Sample], Clusters], list[float | None]]
+    of_clusters: Callable[[Sequence[Sample], Clusters], list[float | None]]  # of the responses to a question
+    is_probability: bool = True
     entails: Entails | None = None
     needs_pool: ClassVar[bool] = True
+    reads: ClassVar[str] = "pool"
+
+    def __call__(self, *, entailment: str | Entails | None = None) -> Agreement:
+        """Return the estimator that clusters by a classifier with a label named entailment, or None by answers.
+
+        ``entailment`` is the classifier's folder or hub name.
+        """
+        return replace(self, entails=EntailmentModel(entailment) if isinstance(entailment, str) else entailment)
 
     def score(self, pool: Sequence[QuestionSamples]) -> list[list[float | None]]:
         """Return the confidence of every sample, [question][sample]; None where there is nothing to compare."""
@@ -153,13 +140,8 @@ class TwoSampleHybrid(Verbalized):
     """``(v + a) / 2`` over a response and the next one: stated confidence v and agreement a, both in [0, 1].
 
     ``a`` is the share of the two that give the response's answer, ``v`` the mean of what those state in words. It works
-    with a server that shows nothing but text; scale it by Platt where labels exist.
-
-    Args:
-        engine: The engine to ask.
-        chat: Chat format of its tokenizer.
-        num_samples: Responses that are compared: this one and those after it, wrapping around.
-        **options: As in ``Verbalized``.
+    with a server that shows nothing but text; scale it by Platt where labels exist. Of ``num_samples``, this response
+    is compared with those after it, wrapping around; other options are as in ``Verbalized``.
 
     Reference:
         Del et al., How Uncertainty Estimation Scales with Sampling in Reasoning Models, arXiv 2603.19118.

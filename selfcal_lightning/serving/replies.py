@@ -175,7 +175,7 @@ def make_reply(
     values = [None if read is None else confidence_of(sample, read) for sample in used]
     chosen = choose(job, outcome, used, values, read)
     best, stated, source = chosen.best, chosen.stated, chosen.source
-    agreed = Cocoa.score(used, [one.answer for one in used])[used.index(best)] if best in used else None
+    agreed = Cocoa.of_clusters(used, [one.answer for one in used])[used.index(best)] if best in used else None
     given = ((VOTE_SHARE if source == VOTE_SHARE else STATED, stated), (Cocoa.name, agreed))
     known = {name: value for name, value in given if value is not None}
     if best is not None:  # a label keeps them

@@ -85,7 +85,14 @@ def run_fit_confidence(
     drawing = Path(output).with_suffix(".png")
     figure = figure and not use_all
     if figure:
-        _check_drawing(drawing, output)
+        from selfcal_lightning.evaluation.figures import is_own_figure
+
+        if drawing == Path(output):
+            raise InputError(
+                f"Expected `output` to be the name of a JSON file, such as {drawing.with_suffix('.json')}, but got "
+                f"{output!r}: the reliability diagram goes there. Choose another ending, or `--figure false`."
+            )
+        check_replaceable(drawing, is_own_figure, option="output", kind="one whose figure may be drawn next to it")
     known = fusion.load_scorers(scorers)
     needed = required_confidences(features) if kind == "fusion" else (source,)
     read = fusion.load_for_fitting(pool, split, task, needed, known)
@@ -185,17 +192,6 @@ def describe_scorer(fitted: fusion.FittedScorer) -> str:
     if fitted.held_out_before is not None and fitted.held_out_after is not None:
         lines += ["", scores_text((fitted.held_out_before, fitted.held_out_after), title="on the held-out half")]
     return "\n".join(lines)
-
-
-def _check_drawing(path: Path, output: str) -> None:
-    from selfcal_lightning.evaluation.figures import is_own_figure
-
-    if path == Path(output):
-        raise InputError(
-            f"Expected `output` to be the name of a JSON file, such as {path.with_suffix('.json')}, but got "
-            f"{output!r}: the reliability diagram goes there. Choose another ending, or `--figure false`."
-        )
-    check_replaceable(path, is_own_figure, option="output", kind="one whose figure may be drawn next to it")
 
 
 def _draw(fitted: fusion.FittedScorer, held_out: Sequence[QuestionSamples], path: Path) -> bool:

@@ -149,7 +149,6 @@ def open_service(settings: ServiceSettings, *, folder: Path | None = None, key: 
     taught_in = Path(resolve_model(model) if options.adapter is None else options.adapter)
     manifest = read_manifest(taught_in) if taught_in.is_dir() else None
     given = [settings.scorers] if isinstance(settings.scorers, str) else settings.scorers
-
     if settings.task is not None:
         get_task(settings.task)
     check_installed("aiohttp", extra="openai") if options.is_remote else check_engine(options, model)

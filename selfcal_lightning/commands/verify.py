@@ -108,7 +108,7 @@ def verify_store(
         "judge": store_fingerprint(engine, chat, SamplingSettings(0.0), 0).model.as_json(),
         "template_sha256": chat.describe()["template_sha256"],
         "max_new_tokens": max_new_tokens,
-        "forms": judging.form_digest(["facts", "mathematics"]),
+        "forms": {name: form.digest for name, form in judging.FORMS.items()},
     }
     kept = judging.KeptVerdicts(store.path, name)
     kept.check_origin(origin, overwrite=overwrite)

@@ -167,7 +167,6 @@ def _load(
 def _shared(test: str, pools: Mapping[str, RecordedPool]) -> dict[str, RecordedPool]:
     asked = [{entry.question.id: entry.question for entry in pool.entries} for pool in pools.values()]
     first, last = asked[0], asked[-1]
-
     both = [(first[name], last[name]) for name in first.keys() & last.keys()]
     shared = {a.id for a, b in both if is_one_question((a.text, b.text), (a.reference, b.reference))}
     if not shared:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -37,7 +37,6 @@ class Form:
 
     @property
     def digest(self) -> str:
-        """Identifies the grading prompt."""
         return hashlib.sha256(json.dumps([self.instruction, dict(self.grades)]).encode()).hexdigest()[:16]
 
 
@@ -88,10 +87,6 @@ def read_grade(form: Form, reply: str, *, finished: bool = True) -> Grade | None
     """Return the grade at the end of a reply; None without one."""
     letter = read_letter(reply, "".join(form.grades), finished=finished)
     return None if letter is None else form.grades[letter]
-
-
-def form_digest(names: Sequence[VerifierForm]) -> dict[str, str]:
-    return {name: FORMS[name].digest for name in sorted(names)}
 
 
 def _quoted(text: str) -> str:

@@ -200,10 +200,6 @@ def reads_texts(labels: Sequence[str]) -> bool:
     return not all(hasattr(make_strategy(plan_of(label).name), "curve") for label in labels)
 
 
-def needs_confidence(label: str) -> bool:
-    return plan_of(label).plain is None
-
-
 def make_jobs(
     labels: Sequence[str],
     confidences: Sequence[str],

@@ -15,53 +15,46 @@ from selfcal_lightning.core.plan import Place, Plan, check_places, merge_plans
 from selfcal_lightning.engines.opening import check_engine
 from selfcal_lightning.engines.sampling.running import plan_run
 from selfcal_lightning.engines.settings import EngineOptions
+from selfcal_lightning.evaluation import inputs
 from selfcal_lightning.evaluation.curves import StrategySettings
-from selfcal_lightning.evaluation.inputs import (
-    CALIBRATION,
-    ModelInputs,
-    PoolSource,
-    check_names,
-    check_pools,
-    sampling_run,
-)
 from selfcal_lightning.evaluation.page import REPORT
 from selfcal_lightning.evaluation.strategies import check_budgets
 from selfcal_lightning.inference.thresholds import FittedThreshold
 
 
-def plan_models(inputs: ModelInputs) -> Plan:
+def plan_models(models: inputs.ModelInputs) -> Plan:
     """Refuse models and test sets that do not exist, and return what will be sampled."""
-    check_names(inputs.tests)
-    named = [(test.name, test) for test in inputs.tests]
-    named += [] if inputs.calibration is None else [(CALIBRATION, inputs.calibration)]
+    inputs.check_names(models.tests)
+    named = [(test.name, test) for test in models.tests]
+    named += [] if models.calibration is None else [(inputs.CALIBRATION, models.calibration)]
     plans = []
-    for side, model in inputs.sides.items():
+    for side, model in models.sides.items():
         if model.responses_of is not None:
             check_engine(EngineOptions(adapter=model.adapter), model.model)
             continue
         for name, test in named:
-            settings = sampling_run(test, name, model, inputs.folder / "samples" / side, inputs.options)
+            settings = inputs.sampling_run(test, name, model, models.folder / "samples" / side, models.options)
             settings.check()
             plans.append(plan_run(settings))
-    plan = merge_plans([*plans, Plan(places=(_results(inputs.folder),))])
+    plan = merge_plans([*plans, Plan(places=(_results(models.folder),))])
     check_places(plan)
     return plan
 
 
 def check_sampled(
-    inputs: ModelInputs,
+    models: inputs.ModelInputs,
     settings: StrategySettings,
     scorers: Sequence[FittedScorer],
     thresholds: Sequence[FittedThreshold],
 ) -> None:
     """Refuse settings that samples of a model cannot serve."""
     known = [*STORED, *(scorer.name for scorer in scorers)]
-    if inputs.calibration is not None:
+    if models.calibration is not None:
         known += [FUSED, *(f"{name}_{kind}" for name in STORED for kind in SCALER_KINDS)]
     for name in settings.confidences or ():
         if name not in known:
             raise unknown_name("confidences", name, known)
-    drawn = inputs.options.num_samples
+    drawn = models.options.num_samples
     width = settings.max_samples or drawn
     for fitted in thresholds:
         if fitted.fields.get("max_samples", 0) > width:
@@ -73,9 +66,9 @@ def check_sampled(
     check_budgets(width, budgets=settings.budgets, targets=settings.targets)
 
 
-def plan_pools(pools: Sequence[PoolSource], calibration: Sequence[PoolSource], folder: Path) -> Plan:
+def plan_pools(pools: Sequence[inputs.PoolSource], calibration: Sequence[inputs.PoolSource], folder: Path) -> Plan:
     """Refuse pools that do not exist or cannot be compared, and return which are read."""
-    check_pools(pools, calibration)
+    inputs.check_pools(pools, calibration)
     read = [f"{source.name}: {source.path}" for source in [*pools, *calibration]]
     plan = Plan(model=(f"none; recorded pools are read ({', '.join(read)})",), places=(_results(folder),))
     check_places(plan)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -24,19 +24,7 @@ from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.core.progress import Progress, Stage
 from selfcal_lightning.data.pools.recorded import RecordedPool, load_recorded_pool
 from selfcal_lightning.data.tasks.judging import total_tokens
-from selfcal_lightning.evaluation import statistics
-from selfcal_lightning.evaluation.curves import (
-    Reshuffles,
-    StrategyCurve,
-    StrategySettings,
-    Tuned,
-    check_pool,
-    evaluate_jobs,
-    make_jobs,
-    needs_confidence,
-    powers_of_two,
-    tune,
-)
+from selfcal_lightning.evaluation import curves, statistics
 from selfcal_lightning.evaluation.metrics import summarise
 from selfcal_lightning.evaluation.tables import format_estimate
 from selfcal_lightning.inference.thresholds import confidence_quantiles
@@ -52,7 +40,10 @@ class Calibrated:
 
 
 def calibrate_side(
-    pool: RecordedPool, calibration: RecordedPool | None, scorers: Sequence[FittedScorer], settings: StrategySettings
+    pool: RecordedPool,
+    calibration: RecordedPool | None,
+    scorers: Sequence[FittedScorer],
+    settings: curves.StrategySettings,
 ) -> Calibrated:
     """Fit what is asked for on the first half of the calibration questions, and keep the second for settings."""
     names: Sequence[str] | None = settings.confidences
@@ -82,7 +73,10 @@ class EvaluatedTest:
 
 
 def prepare_test(
-    name: str, pools: Mapping[str, RecordedPool], calibrated: Mapping[str, Calibrated], settings: StrategySettings
+    name: str,
+    pools: Mapping[str, RecordedPool],
+    calibrated: Mapping[str, Calibrated],
+    settings: curves.StrategySettings,
 ) -> EvaluatedTest:
     """Put the confidences on the samples of a test set; its width is what every question of every pool can pay."""
     named = [(f"test set {name!r} ({side})", pool) for side, pool in pools.items()]
@@ -92,7 +86,7 @@ def prepare_test(
         for half in (found.first_half, found.second_half)
         if half is not None
     ]
-    width = min(check_pool(pool, what, max_samples=settings.max_samples) for what, pool in named)
+    width = min(curves.check_pool(pool, what, max_samples=settings.max_samples) for what, pool in named)
     check_budgets(width, budgets=settings.budgets, targets=settings.targets)
     weighed = {side: weigh_pool(pool, calibrated[side].names, calibrated[side].scorers) for side, pool in pools.items()}
     return EvaluatedTest(name, width, weighed)
@@ -136,7 +130,6 @@ class TrainingCost:
             raise InputError("Expected the cost either in `seconds` or in tokens, but got both.")
 
     def tokens(self) -> float:
-        """Return the cost in generated tokens."""
         if self.seconds is not None and self.tokens_per_second is not None:
             return self.seconds * self.tokens_per_second
         stored: int | None = 0
@@ -151,15 +144,15 @@ class TrainingCost:
 class SideStrategies:
     """Runs every strategy on the samples of one side; what comes of its calibration questions is computed once."""
 
-    def __init__(self, side: str, calibrated: Calibrated, settings: StrategySettings) -> None:
+    def __init__(self, side: str, calibrated: Calibrated, settings: curves.StrategySettings) -> None:
         self.side, self.calibrated, self._settings = side, calibrated, settings
         self._labels = list(dict.fromkeys([statistics.REFERENCE, *settings.strategies]))
         self.on_calibration, self._tuned_at = cache(self._run_calibration), cache(self._tune)
 
-    def run(self, weighed: WeighedPool, width: int, *, name: str) -> list[StrategyCurve]:
+    def run(self, weighed: WeighedPool, width: int, *, name: str) -> list[curves.StrategyCurve]:
         settings, source = self._settings, self.calibrated.second_half or weighed
         with Stage(f"Tuning strategies for {name}, {self.side}"):
-            jobs = make_jobs(
+            jobs = curves.make_jobs(
                 self._labels,
                 weighed.confidences,
                 width=width,
@@ -173,7 +166,7 @@ class SideStrategies:
                 jobs = [
                     job for job in jobs if job.label != statistics.REFERENCE or job.strategy.confidence in can_weigh
                 ]
-            reshuffles = Reshuffles(
+            reshuffles = curves.Reshuffles(
                 weighed.pool,
                 [None, *weighed.confidences],
                 width=width,
@@ -183,18 +176,18 @@ class SideStrategies:
             )
         total = len(jobs) * reshuffles.num_orders
         with Progress(total, label=f"Strategies on {name}, {self.side}", unit="orders of a strategy") as progress:
-            return evaluate_jobs(reshuffles, jobs, progress=progress.update)
+            return curves.evaluate_jobs(reshuffles, jobs, progress=progress.update)
 
-    def _run_calibration(self, width: int) -> list[StrategyCurve] | None:
+    def _run_calibration(self, width: int) -> list[curves.StrategyCurve] | None:
         """Return the curves that settings are chosen on; None without calibration questions."""
         half = self.calibrated.second_half
         return None if half is None else self.run(half, width, name="calibration")
 
-    def _tune(self, width: int) -> Tuned:
+    def _tune(self, width: int) -> curves.Tuned:
         if (half := self.calibrated.first_half) is None:
             return {}
         names, seed = self.calibrated.names, self._settings.seed
-        return tune(half.pool.entries, self._labels, names, max_samples=width, seed=seed)
+        return curves.tune(half.pool.entries, self._labels, names, max_samples=width, seed=seed)
 
 
 def confidence_findings(
@@ -242,39 +235,40 @@ class StrategyReport:
 
 
 def run_strategies(
-    test: EvaluatedTest, sides: Mapping[str, SideStrategies], settings: StrategySettings
+    test: EvaluatedTest, sides: Mapping[str, SideStrategies], settings: curves.StrategySettings
 ) -> list[statistics.Resampled]:
     """Run all strategies on all sides' samples of a test set, and resample its questions."""
-    curves = {side: sides[side].run(pool, test.width, name=test.name) for side, pool in test.pools.items()}
+    ran = {side: sides[side].run(pool, test.width, name=test.name) for side, pool in test.pools.items()}
     found = {side: sides[side].on_calibration(test.width) for side in test.pools}
     calibration = {side: rows for side, rows in found.items() if rows is not None}
     with Stage(f"Resampling the questions of {test.name}"):
         return statistics.resample_curves(
-            curves,
-            calibration if len(calibration) == len(curves) else None,
+            ran,
+            calibration if len(calibration) == len(ran) else None,
             num_resamples=settings.num_resamples,
             seed=settings.seed,
         )
 
 
 def report_on(
-    test: EvaluatedTest, resampled: Sequence[statistics.Resampled], settings: StrategySettings
+    test: EvaluatedTest, resampled: Sequence[statistics.Resampled], settings: curves.StrategySettings
 ) -> StrategyReport:
     targets = settings.targets or [target for target in (4, 8, 16) if target <= test.width] or [test.width]
     savings = statistics.saving_rows(resampled, targets)
-    budgets = statistics.budget_rows(resampled, settings.budgets or powers_of_two(test.width))
+    budgets = statistics.budget_rows(resampled, settings.budgets or curves.powers_of_two(test.width))
     tables = {
         side: ResponseTable.from_pool(weighed.pool.entries, weighed.confidences) for side, weighed in test.pools.items()
     }
-    scores = {
-        side: [
-            score_confidence(
-                name, values, table.correct, table.question, recorded_confidences(test.pools[side].pool.estimators)
-            )
-            for name, values in zip(test.pools[side].confidences, table.values.T, strict=True)
-        ]
-        for side, table in tables.items()
-    }
+    scores: dict[str, list[ConfidenceScores]] = {}
+    for side, table in tables.items():
+        known = recorded_confidences(test.pools[side].pool.estimators)
+        columns = zip(test.pools[side].confidences, table.values.T, strict=True)
+        scores[side] = [score_confidence(name, v, table.correct, table.question, known) for name, v in columns]
+    findings = [text for side, rows in scores.items() for text in confidence_findings(side, rows, budgets)]
+    for side, rows in scores.items():
+        errors = [f"{row.ece_debiased:.3f} ({row.name})" for row in rows if row.ece_debiased is not None]
+        if errors:
+            findings.append(f"{side}: ECE without the part that chance alone adds: {', '.join(errors)}.")
     has_calibration = all(row.calibration is not None for row in resampled)
     return StrategyReport(
         test=test.name,
@@ -288,10 +282,7 @@ def report_on(
         savings=savings,
         consensus=[row for side, pool in test.pools.items() for row in statistics.consensus_rows(side, pool)],
         break_even=[] if settings.cost_tokens is None else statistics.break_even_rows(savings, settings.cost_tokens),
-        findings=[
-            *(text for side, rows in scores.items() for text in confidence_findings(side, rows, budgets)),
-            *_bias_notes(scores),
-        ],
+        findings=findings,
         notes=_notes(test, settings, has_calibration=has_calibration),
     )
 
@@ -304,14 +295,7 @@ def _reliability(weighed: WeighedPool, table: ResponseTable) -> dict[str, Reliab
     }
 
 
-def _bias_notes(scores: Mapping[str, Sequence[ConfidenceScores]]) -> Iterator[str]:
-    for side, rows in scores.items():
-        errors = [f"{row.ece_debiased:.3f} ({row.name})" for row in rows if row.ece_debiased is not None]
-        if errors:
-            yield f"{side}: ECE without the part that chance alone adds: {', '.join(errors)}."
-
-
-def _notes(test: EvaluatedTest, settings: StrategySettings, *, has_calibration: bool) -> list[str]:
+def _notes(test: EvaluatedTest, settings: curves.StrategySettings, *, has_calibration: bool) -> list[str]:
     notes, width = [], test.width
     pools = [found.pool for found in test.pools.values()]
     if any(len(entry.samples) > width for pool in pools for entry in pool.entries):
@@ -321,7 +305,7 @@ def _notes(test: EvaluatedTest, settings: StrategySettings, *, has_calibration: 
         notes.append(
             f"Budgets end at {width} samples, {reason}; questions with more (up to {most}) give random subsets."
         )
-    left_out = [label for label in settings.strategies if needs_confidence(label)]
+    left_out = [label for label in settings.strategies if curves.plan_of(label).plain is None]
     for side, found in test.pools.items():
         if not found.confidences and left_out:
             notes.append(f"{side}: not run for want of a confidence: {', '.join(left_out)}. {how_to_get(P_TRUE)}")

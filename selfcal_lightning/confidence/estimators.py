@@ -77,12 +77,7 @@ class PTrue:
 
     The sequence is prompt + response without end-of-turn + ``chat.query.suffix_ids``; the masses are sums of the full
     softmax over the query's Yes and No token ids. The model that sampled a store reproduces the stored values; another
-    model gives its own confidence in the same responses.
-
-    Args:
-        engine: The engine to ask.
-        chat: Chat format of its tokenizer, with the query.
-        normalised: False returns the unnormalised P(Yes), as in the paper.
+    model gives its own confidence in the same responses. Not ``normalised``, it is P(Yes), as in the paper.
     """
 
     name: ClassVar[str] = P_TRUE
@@ -175,12 +170,7 @@ class TokenScores:
 
 
 class ProbedResponses:
-    """The confidence of a fitted probe of hidden states in each response, in [0, 1].
-
-    Args:
-        tokens: Reader of the model that the probe was fitted on.
-        probe: The probe, which `selfcal fit-response-probe` writes.
-    """
+    """The confidence of a fitted probe of hidden states in each response, in [0, 1], by the model of the fit."""
 
     name: ClassVar[str] = RESPONSE_PROBE
     is_probability: ClassVar[bool] = True
@@ -191,11 +181,6 @@ class ProbedResponses:
         self._tokens, self._probe = tokens, probe
 
     def score(self, pool: Sequence[QuestionSamples]) -> Scores:
-        """Return the confidence of every sample; None if it is empty or too long for the model.
-
-        Raises:
-            InputError: The probe was fitted on one of the questions.
-        """
         return self._probe.score(self._tokens, pool)
 
 

@@ -40,7 +40,6 @@ class LiveScorer:
         self.name, self._score, self._asked, self.fitted_on = name, score, asked, fitted_on
 
     def score_sample(self, sample: Sample) -> float | None:
-        """Return the confidence of a response; None if the model cannot read it."""
         question, prompt_ids = self._asked(sample.question_id)
         ((value,),) = self._score([QuestionSamples(question, (sample,), LIVE, prompt_ids)])
         return value

@@ -107,7 +107,6 @@ class CriteriaSettings:
             raise unknown_name("criteria.over_steps", self.over_steps, get_args(Aggregation))
 
     def of(self, kind: EstimatorClass) -> dict[str, Any]:
-        """Return the settings that an estimator accepts."""
         taken = inspect.signature(kind).parameters
         return {name: value for name, value in asdict(self).items() if name in taken}
 

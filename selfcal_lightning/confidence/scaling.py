@@ -218,7 +218,6 @@ class Scaler:
         return (self.source,)
 
     def score_sample(self, sample: Sample) -> float | None:
-        """Return the scaled confidence, or None if the sample has none."""
         value = features.feature_value(sample, self.source)
         return None if value is None else self.map.scaled(value)
 
@@ -238,7 +237,6 @@ class Scaler:
 
     @classmethod
     def from_json(cls, kind: str, content: Mapping[str, Any]) -> Scaler:
-        """Read what :meth:`as_json` wrote; the file holds ``kind`` next to it."""
         held_out = content["held_out_scores"] or {}
         scores = content["scores"] | {f"held_out_{name}": row for name, row in held_out.items()}
         read: dict[str, Any] = {name: content[name] for name in ("name", "source", "needs_pool")}

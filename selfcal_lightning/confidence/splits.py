@@ -67,12 +67,10 @@ class Fitted(Protocol):
     """Something fitted on questions: a scaler, a fusion or a threshold."""
 
     @property
-    def name(self) -> str:
-        """Name for messages."""
+    def name(self) -> str: ...
 
     @property
-    def fitted_on(self) -> FittedOn:
-        """The questions of the fit."""
+    def fitted_on(self) -> FittedOn: ...
 
 
 def content_hash(question: Question) -> str | None:

@@ -80,7 +80,6 @@ def packed_rows(batch: Sequence[Key]) -> TokenRows:
 
 
 def packed_tokens(batch: Sequence[Key]) -> int:
-    """Return the number of tokens of such a row."""
     return sum(map(len, {prompt for prompt, _ in batch})) + sum(len(response) for _, response in batch)
 
 
@@ -100,12 +99,10 @@ class ResponseStatistics:
 
     @property
     def num_tokens(self) -> int:
-        """The number n of tokens."""
         return len(self.token_ids)
 
     @property
     def logprob(self) -> float:
-        """Sum of the tokens' log-probabilities."""
         return self.tokens.logprob.sum().item()
 
     @property

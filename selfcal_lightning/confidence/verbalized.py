@@ -122,8 +122,7 @@ class Verbalized:
     without a probability gives no confidence; it is never replaced by .5.
 
     Args:
-        engine: The engine to ask.
-        chat: Chat format of its tokenizer; its own query is not used.
+        chat: Chat format of the engine's tokenizer; its own query is not used.
         query: The question; None uses the scale's own.
         max_new_tokens: Maximum length of a reply in tokens.
         attempts: How often to ask; the first reply is greedy, later ones are drawn at temperature 1.

@@ -144,7 +144,6 @@ class ChatSource:
         self._jobs.add(jobs)
 
     def poll(self) -> list[Sample]:
-        """Return samples in the order in which they came."""
         outcomes = []
         with suppress(queue.Empty):
             outcomes.append(self._jobs.take(self._patience))

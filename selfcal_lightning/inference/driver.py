@@ -62,7 +62,6 @@ class _OpenQuestion:
         self.arrived.setdefault(self.order.popleft(), deque()).append(sample)
 
     def missing(self, ask: Ask) -> int:
-        """Return how many more samples must be started for ``ask``."""
         return ask.num_samples - len(self.arrived.get(ask.kind, ())) - self.order.count(ask.kind)
 
     def batch(self) -> list[Sample] | None:
@@ -76,7 +75,6 @@ class _OpenQuestion:
 
     @property
     def unseen(self) -> list[Sample]:
-        """Samples that arrived and that the strategy has not seen."""
         return [sample for samples in self.arrived.values() for sample in samples]
 
 

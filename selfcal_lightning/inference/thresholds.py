@@ -101,8 +101,6 @@ class GridOutcome:
 
 
 class GridSums:
-    """Sums a strategy's outcomes over the orders of a pool."""
-
     def __init__(
         self,
         strategy: GridStrategy,
@@ -202,7 +200,6 @@ class CalibrationPool:
 
     @property
     def num_samples(self) -> int:
-        """Number of responses that every question has."""
         return min(len(entry.samples) for entry in self.entries)
 
 

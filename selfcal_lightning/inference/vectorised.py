@@ -37,25 +37,17 @@ class Drawn:
 class PoolArrays:
     """Up to N samples of each of Q questions, with one confidence.
 
-    Attributes:
-        question_ids: Q ids.
-        length: Number of samples of each question [Q], int64; columns beyond it are padding.
-        answer: Code of each answer within its question, int32 [Q, N]; -1 for unreadable answers and padding. Codes
-            follow the recorded order of first appearance, also once samples are reordered.
-        confidence: The confidence [Q, N], float64; nan where there is none.
-        correct: Whether the answer is right [Q, N], bool; unreadable is wrong.
-        tokens: Cost of each sample in tokens [Q, N], float64: the response, plus the confidence query if it is read;
-            nan if unknown, 0 for padding.
-        drawn: The samples that the rows stand for; None if the arrays were not built from samples.
+    Answers have codes within their question, in the recorded order of first appearance, also once samples are
+    reordered.
     """
 
     question_ids: tuple[str, ...]
-    length: NDArray[np.int64]
-    answer: NDArray[np.int32]
-    confidence: NDArray[np.float64]
-    correct: NDArray[np.bool_]
-    tokens: NDArray[np.float64]
-    drawn: Drawn | None = field(default=None, repr=False, compare=False)
+    length: NDArray[np.int64]  # number of samples of each question [Q]; columns beyond it are padding
+    answer: NDArray[np.int32]  # codes [Q, N]; -1 for unreadable answers and padding
+    confidence: NDArray[np.float64]  # [Q, N]; nan where there is none
+    correct: NDArray[np.bool_]  # [Q, N]; unreadable is wrong
+    tokens: NDArray[np.float64]  # of response and, if it is read, query [Q, N]; nan if unknown, 0 for padding
+    drawn: Drawn | None = field(default=None, repr=False, compare=False)  # None for arrays not built from samples
 
     @classmethod
     def from_samples(cls, pool: Sequence[QuestionSamples], *, confidence: str | None = None) -> PoolArrays:

@@ -35,8 +35,6 @@ STOP_REASONS = {"stop": "stop", "length": "max_tokens", None: "unknown"}
 
 @dataclass(frozen=True, slots=True)
 class ExportReport:
-    """What was written."""
-
     questions: int
     responses: int
     dropped: int = 0

@@ -45,20 +45,13 @@ QUESTION_FIELDS = ("question", "problem", "query", "input")
 
 @dataclass(slots=True)
 class LoggedResponse:
-    """One response of a log.
-
-    Responses with one ``question_id`` answer the same question. ``prompt`` (text or chat messages) is None if only the
-    question was sent; ``reference`` may be a list of accepted answers. An unstated ``answer`` and ``correct`` are
-    extracted from the text and verified.
-    """
-
     question_id: str
     question: str
     text: str
-    prompt: Any = None
-    reference: Any = None
-    answer: str | Unstated | None = UNSTATED
-    correct: bool | Unstated | None = UNSTATED
+    prompt: Any = None  # text or chat messages; None if only the question was sent
+    reference: Any = None  # perhaps a list of accepted answers
+    answer: str | Unstated | None = UNSTATED  # is extracted from the text
+    correct: bool | Unstated | None = UNSTATED  # is verified
     finish: str | None = None
     logprob: float | None = None
     tokens: int | None = None

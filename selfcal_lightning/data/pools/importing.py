@@ -45,8 +45,6 @@ QUESTIONS_PER_SHARD = 256
 
 @dataclass
 class SampledPool:
-    """Contents of the two files."""
-
     lines: list[PoolLine]
     dropped: Counter[str] = field(default_factory=Counter)
     overruled: int = 0
@@ -173,8 +171,6 @@ def _order(own: object) -> tuple[int, int, str]:
 
 @dataclass(frozen=True, slots=True)
 class ImportReport:
-    """What an import did."""
-
     questions: int
     reused: int = 0
     without_responses: int = 0

@@ -27,8 +27,6 @@ TARGETS = {"ssc": "weighted_consistency", "consistency": "consistency"}
 
 @dataclass(frozen=True, slots=True)
 class RecordsReport:
-    """Counts of an import of training records."""
-
     records: int
     questions: int
     reused: int
@@ -151,8 +149,6 @@ _CONTROL = re.compile(r"<[|｜][^\s<>|｜]{2,}[|｜]>|</?s>|<(?:bos|eos|pad|star
 
 
 class SuccessCounts(NamedTuple):
-    """How the records were used."""
-
     prefixes: int
     bare: int
     without_steps: int

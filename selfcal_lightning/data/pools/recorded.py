@@ -27,8 +27,6 @@ from selfcal_lightning.records import QuestionSamples
 
 @dataclass(frozen=True)
 class RecordedPool:
-    """The recorded samples of some questions."""
-
     entries: tuple[QuestionSamples, ...]
     query_tokens: int = 0
     estimators: Mapping[str, str] = field(default_factory=dict)

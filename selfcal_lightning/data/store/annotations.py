@@ -69,7 +69,6 @@ class NamedRecord(Generic[Kept]):
 
     @property
     def record(self) -> Kept | None:
-        """The stored record, or None."""
         return manifest.read_record(self.path, self._read_record) if self.path.exists() else None
 
     def check_origin(self, origin: Mapping[str, Any], *, overwrite: bool = False) -> None:
@@ -114,8 +113,6 @@ class KeyedRecord(NamedRecord[KeyedValues]):
 
 @dataclass(frozen=True, slots=True)
 class AnnotationReport:
-    """What :meth:`Annotation.publish` made visible."""
-
     rows: int
     unknown: int
     total: int

@@ -134,8 +134,6 @@ def _joined_before(root: Path) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class RepairReport:
-    """What :meth:`SampleStore.repair` did."""
-
     moved: tuple[str, ...]
     questions: int
     duplicates: int

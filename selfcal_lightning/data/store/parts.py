@@ -102,7 +102,6 @@ class ShardWriter:
 
     @property
     def buffered(self) -> int:
-        """Number of questions appended and not yet on disk."""
         return len(self._tables)
 
     def __enter__(self) -> ShardWriter:

@@ -55,8 +55,6 @@ class StoreVersionError(StoreCorruptError):
 
 @dataclass(frozen=True, slots=True)
 class StoredRow:
-    """One sample of the store, with its question."""
-
     question: Question
     sample: Sample
     split: str
@@ -181,38 +179,25 @@ class SampleIndex:
 
     Text columns are object arrays whose equal entries share one string; numbers are float64 with nan, or int64 with -1,
     for unknown values.
-
-    Attributes:
-        question_index: Rank of the question among those of this index.
-        sample_index: Position among the samples of the question.
-        answer: Canonical answer, or None if unreadable.
-        correct: 1 right, 0 wrong, nan unknown.
-        yes_mass: Probability of Yes after the confidence query.
-        logprob: Log-probability of the response in nats.
-        finish: "stop", "length" or None.
-        confidences: Further confidences by name, float64 [R] each.
-        shard: Number of the row's file in ``files``.
-        row: Row in that file.
-        files: Shards, relative to the store's folder.
     """
 
     question_id: np.ndarray
-    question_index: np.ndarray
+    question_index: np.ndarray  # rank of the question among those of this index
     task: np.ndarray
     split: np.ndarray
-    sample_index: np.ndarray
-    answer: np.ndarray
-    correct: np.ndarray
-    yes_mass: np.ndarray
+    sample_index: np.ndarray  # position among the samples of the question
+    answer: np.ndarray  # canonical, or None if unreadable
+    correct: np.ndarray  # 1 right, 0 wrong
+    yes_mass: np.ndarray  # probability of Yes after the confidence query
     no_mass: np.ndarray
-    logprob: np.ndarray
+    logprob: np.ndarray  # of the response, in nats
     num_prompt_tokens: np.ndarray
     num_tokens: np.ndarray
-    finish: np.ndarray
-    confidences: Mapping[str, np.ndarray]
-    shard: np.ndarray
-    row: np.ndarray
-    files: tuple[str, ...]
+    finish: np.ndarray  # "stop", "length" or None
+    confidences: Mapping[str, np.ndarray]  # further ones by name
+    shard: np.ndarray  # number of the row's file in ``files``
+    row: np.ndarray  # in that file
+    files: tuple[str, ...]  # relative to the store's folder
 
     def __len__(self) -> int:
         return len(self.row)

@@ -79,19 +79,14 @@ class QuestionPlace(Protocol):
 
     @property
     def split(self) -> str: ...
-
     @property
     def path(self) -> str | None: ...
-
     @property
     def part(self) -> Part | None: ...
-
     @property
     def chain_of_thought(self) -> bool: ...
-
     @property
     def offset(self) -> int: ...
-
     @property
     def limit(self) -> int | None: ...
 

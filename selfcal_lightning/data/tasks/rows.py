@@ -22,19 +22,14 @@ PARQUET_CONVERSION = "refs/convert/parquet"
 class HubSource:
     """Where a data set lives on the Hugging Face hub.
 
-    Attributes:
-        hub_id: Namespaced id.
-        splits: Names of the splits here -> names on the hub. Splits without labels are left out.
-        config: Configuration (subset).
-        data_dir: Folder inside the repository. The Parquet conversion of a script data set has one folder for each
-            configuration and no configuration names, so it is read by folder.
-        revision: Branch or commit.
+    The Parquet conversion of a script data set has one folder for each configuration and no configuration names, so it
+    is read by ``data_dir``.
     """
 
     hub_id: str
-    splits: Mapping[str, str]
+    splits: Mapping[str, str]  # names here -> names on the hub; splits without labels are left out
     config: str | None = None
-    data_dir: str | None = None
+    data_dir: str | None = None  # folder inside the repository
     revision: str | None = None
 
     def describe(self, split: str) -> str:

@@ -54,8 +54,6 @@ class Equation:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A word problem with its solution."""
-
     family: str
     level: int
     question: str
@@ -315,8 +313,6 @@ _NUMBER = re.compile(r"(?<![0-9.,])-?[0-9][0-9,]*(?:\.[0-9]+)?")
 
 @dataclass(frozen=True, slots=True)
 class Difficulty:
-    """How hard the problems of a stream are."""
-
     level_weights: tuple[float, float, float] = (0.25, 0.4, 0.35)
     step_weights: tuple[float, float, float, float, float] = (0.1, 0.25, 0.3, 0.2, 0.15)
 

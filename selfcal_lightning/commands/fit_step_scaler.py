@@ -10,7 +10,7 @@ import torch
 from selfcal_lightning.confidence.fitted_files import check_fitted_target
 from selfcal_lightning.confidence.scaling import ScalerKind, ScalerMap
 from selfcal_lightning.confidence.splits import FittedOn, halve_pool
-from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.core.errors import InputError, check_at_least
 from selfcal_lightning.core.progress import tell
 from selfcal_lightning.data.step_settings import RewardSettings
 from selfcal_lightning.data.store.sample_store import SampleStore
@@ -70,6 +70,8 @@ def run_fit_step_scaler(
     if (target in success_rates.OF_ROLLOUTS) != (rollouts is not None):
         those = " and ".join(sorted(success_rates.OF_ROLLOUTS))
         raise InputError(f"Expected `rollouts` with the targets {those} alone, but got {rollouts!r} with {target!r}.")
+    bounds = {"limit": limit, "num_samples": num_samples}
+    check_at_least(1, **{name: value for name, value in bounds.items() if value is not None})
     store = SampleStore(store_dir, num_samples=num_samples)
     pool = list(islice(store.samples(split=split), limit))
     if not pool:

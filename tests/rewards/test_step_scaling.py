@@ -142,6 +142,8 @@ def test_what_cannot_be_scaled_is_refused(model: str, tiny_model: str, store_dir
         ({"target": "hard"}, "`rollouts` with the targets"),
         ({"reward": settings_of(model, path)}, r"no `reward\.scaler` to fit one"),
         ({"split": "test"}, "responses of the split 'test', but got none"),
+        ({"limit": -1}, "`limit` to be at least 1, but got -1"),
+        ({"num_samples": 0}, "`num_samples` to be at least 1, but got 0"),
     ):
         with pytest.raises(InputError, match=message):
             run_fit_step_scaler(store_dir, str(path), **{"reward": settings_of(model), **options, **changed})

@@ -17,24 +17,10 @@ from selfcal_lightning.core.plugins import loaded_plugins
 from selfcal_lightning.core.progress import Stage, say
 from selfcal_lightning.data.pools.recorded import RecordedPool
 from selfcal_lightning.engines.settings import EngineSettings
+from selfcal_lightning.evaluation import inputs
 from selfcal_lightning.evaluation import plan as planning
 from selfcal_lightning.evaluation.calibration import compare_calibration, compare_votes
 from selfcal_lightning.evaluation.curves import THRESHOLDS, StrategySettings, known_labels, reads_texts
-from selfcal_lightning.evaluation.inputs import (
-    Inputs,
-    ModelInputs,
-    PoolSource,
-    SamplingOptions,
-    TestSet,
-    check_inputs,
-    model_sides,
-    read_pools,
-    sample_models,
-    sides_apart,
-    split_off_calibration,
-    trained_on,
-    unlike_training,
-)
 from selfcal_lightning.evaluation.metrics import SIDES, verdict
 from selfcal_lightning.evaluation.outputs import report_json, show_briefly, show_strategies, write_strategies
 from selfcal_lightning.evaluation.page import REPORT, write_page
@@ -59,14 +45,14 @@ def run_evaluate(
     before: str | None = None,
     after: str | None = None,
     output_dir: str = "runs/evaluation",
-    tests: list[TestSet] | None = None,
+    tests: list[inputs.TestSet] | None = None,
     *,
     model: str | None = None,
     adapter: str | None = None,
-    pools: dict[str, str] | list[PoolSource] | None = None,
+    pools: dict[str, str] | list[inputs.PoolSource] | None = None,
     task: str | None = None,
-    calibration: TestSet | None = None,
-    calibration_pools: dict[str, str] | list[PoolSource] | None = None,
+    calibration: inputs.TestSet | None = None,
+    calibration_pools: dict[str, str] | list[inputs.PoolSource] | None = None,
     calibration_share: float | None = None,
     strategies: list[str] | None = None,
     confidences: list[str] | None = None,
@@ -82,12 +68,12 @@ def run_evaluate(
     num_resamples: int = 1000,
     training_cost: TrainingCost | None = None,
     tables: Literal["full", "short"] = "short",
-    num_samples: int = SamplingOptions.num_samples,
+    num_samples: int = inputs.SamplingOptions.num_samples,
     engine: EngineSettings = EngineSettings(),
     sampling: SamplingSettings | None = None,
     prompt: Prompt | None = None,
     query: str = DEFAULT_QUERY,
-    devices: int = SamplingOptions.devices,
+    devices: int = inputs.SamplingOptions.devices,
     seed: int = SEED,
     check: bool = False,
 ) -> dict[str, Any]:
@@ -161,8 +147,8 @@ def run_evaluate(
         models = {"before": before, "after": after, "model": model, "adapter": adapter}
         _refuse(
             "pools", **models, tests=tests, calibration=calibration, prompt=prompt, sampling=sampling,
-            engine=engine != EngineSettings(), num_samples=num_samples != SamplingOptions.num_samples,
-            query=query != DEFAULT_QUERY, devices=devices != SamplingOptions.devices,
+            engine=engine != EngineSettings(), num_samples=num_samples != inputs.SamplingOptions.num_samples,
+            query=query != DEFAULT_QUERY, devices=devices != inputs.SamplingOptions.devices,
         )  # fmt: skip
         if calibration_share is not None and not 0.0 < calibration_share < 1.0:
             raise InputError(f"Expected `calibration_share` to lie between 0 and 1, but got {calibration_share}.")
@@ -177,9 +163,9 @@ def run_evaluate(
             say(note)
         sampling = CalibratedDefaults.of(main, adapter).sampling_for(sampling)
         arguments |= {"prompt": prompt, "sampling": sampling}
-        options = SamplingOptions(num_samples, engine, sampling, prompt, query, devices, seed)
-        sides = model_sides(before, after, model, adapter)
-        sampled = ModelInputs(sides, tests or [], calibration, folder, options)
+        options = inputs.SamplingOptions(num_samples, engine, sampling, prompt, query, devices, seed)
+        sides = inputs.model_sides(before, after, model, adapter)
+        sampled = inputs.ModelInputs(sides, tests or [], calibration, folder, options)
         planning.check_sampled(sampled, settings, given, list(chosen.values()))
         plan = planning.plan_models(sampled)
     planning.check_evaluation_folder(folder)
@@ -190,29 +176,29 @@ def run_evaluate(
     replayed = reads_texts(settings.strategies)
     results: dict[str, Any] = {"settings": _plain(arguments) | _plain(vars(settings))}
     if pools is not None:
-        inputs = read_pools(*sources, replayed=replayed)
-        if (sentence := sides_apart(inputs)) is not None:
+        asked = inputs.read_pools(*sources, replayed=replayed)
+        if (sentence := inputs.sides_apart(asked)) is not None:
             say(sentence)
-        inputs = inputs if calibration_share is None else split_off_calibration(inputs, calibration_share)
+        asked = asked if calibration_share is None else inputs.split_off_calibration(asked, calibration_share)
     else:
-        inputs = sample_models(sampled, replayed=replayed)
-        results |= _overlap_with_training(inputs, sampled, options)
+        asked = inputs.sample_models(sampled, replayed=replayed)
+        results |= _overlap_with_training(asked, sampled, options)
     if protocol == "paper":
-        results["paper"] = run_paper(inputs.tests, confidences, folder)
+        results["paper"] = run_paper(asked.tests, confidences, folder)
     else:
         with Stage("Comparing calibration"):
-            inputs = check_inputs(inputs)
-            results = compare_calibration(inputs, folder, num_resamples=num_resamples) | results
+            asked = inputs.check_inputs(asked)
+            results = compare_calibration(asked, folder, num_resamples=num_resamples) | results
             resampled = {"num_reshuffles": num_reshuffles, "num_resamples": num_resamples, "seed": seed}
-            results |= compare_votes(inputs, folder, **resampled)
+            results |= compare_votes(asked, folder, **resampled)
         if strategies != []:
-            results |= _run_strategies(inputs, settings, given, chosen, folder, is_short=tables == "short")
+            results |= _run_strategies(asked, settings, given, chosen, folder, is_short=tables == "short")
     write_atomically(folder / planning.RESULTS, to_json(results))
-    systems = list(dict.fromkeys(name for pools in inputs.tests.values() for name in pools))
+    systems = list(dict.fromkeys(name for pools in asked.tests.values() for name in pools))
     if len(systems) <= len(SIDES):
         title = f"Evaluation of {' and '.join(systems)}"
         with Stage("Writing the report"):
-            write_page(folder / REPORT, inputs.tests, results, title=title, sentences=verdict(results))
+            write_page(folder / REPORT, asked.tests, results, title=title, sentences=verdict(results))
     planning.remove_earlier(earlier)
     console = Console()
     for sentence in verdict(results):
@@ -224,23 +210,25 @@ def run_evaluate(
     return results
 
 
-def _overlap_with_training(inputs: Inputs, sampled: ModelInputs, options: SamplingOptions) -> dict[str, int]:
+def _overlap_with_training(
+    asked: inputs.Inputs, sampled: inputs.ModelInputs, options: inputs.SamplingOptions
+) -> dict[str, int]:
     results = {}
-    for key, shared in trained_on(inputs, sampled.sides).items():
+    for key, shared in inputs.trained_on(asked, sampled.sides).items():
         test, _, side = key.rpartition(".")
         say(f"{test}: {side!r} was trained on {shared:,} of these questions, so its figures flatter it.")
         results[f"own.{test}.trained_on.{side}"] = shared
-    unlike = unlike_training(inputs, sampled.sides, options)
+    unlike = inputs.unlike_training(asked, sampled.sides, options)
     for key, number in unlike.items():
         test, what, side = key.removeprefix("own.").rsplit(".", 2)
         if what == "unlike_training" and number:
-            whole = len(inputs.tests[test][side].entries)
+            whole = len(asked.tests[test][side].entries)
             say(f"{test}: {number:,} of {whole:,} questions are unlike those that {side!r} was trained on.")
     return results | unlike
 
 
 def _run_strategies(
-    inputs: Inputs,
+    asked: inputs.Inputs,
     settings: StrategySettings,
     given: Sequence[FittedScorer],
     thresholds: Mapping[str, FittedThreshold],
@@ -251,18 +239,18 @@ def _run_strategies(
     """Fit, evaluate, print and write; return the part of results.json that belongs to strategies."""
     console = Console()
     samples: dict[str, RecordedPool] = {}  # of all test sets, which share the confidences that are compared
-    for pools in inputs.tests.values():
+    for pools in asked.tests.values():
         for side, pool in pools.items():
             known = samples.get(side, RecordedPool(()))
             estimators = {**known.estimators, **pool.estimators}
             samples[side] = replace(pool, entries=(*known.entries, *pool.entries), estimators=estimators)
-    with Stage("Fitting on the calibration questions" if inputs.calibration else "Looking at the confidences"):
+    with Stage("Fitting on the calibration questions" if asked.calibration else "Looking at the confidences"):
         calibrated = {
-            side: calibrate_side(pool, inputs.calibration.get(side), given, settings) for side, pool in samples.items()
+            side: calibrate_side(pool, asked.calibration.get(side), given, settings) for side, pool in samples.items()
         }
     sides = {side: SideStrategies(side, found, settings) for side, found in calibrated.items()}
     reports, judged, curves = [], [], []
-    for name, pools in inputs.tests.items():
+    for name, pools in asked.tests.items():
         with Stage(f"Preparing {name}"):
             test = prepare_test(name, pools, calibrated, settings)
         curves.append(run_strategies(test, sides, settings))
@@ -290,9 +278,9 @@ def _run_strategies(
     }
 
 
-def _sources(pools: Mapping[str, str] | Sequence[PoolSource], task: str | None) -> list[PoolSource]:
+def _sources(pools: Mapping[str, str] | Sequence[inputs.PoolSource], task: str | None) -> list[inputs.PoolSource]:
     if isinstance(pools, Mapping):
-        return [PoolSource(name, path, task=task) for name, path in pools.items()]
+        return [inputs.PoolSource(name, path, task=task) for name, path in pools.items()]
     return [source if source.task or not task else replace(source, task=task) for source in pools]
 
 

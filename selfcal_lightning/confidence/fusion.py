@@ -16,17 +16,7 @@ from typing import Any, Literal, cast
 
 import numpy as np
 
-from selfcal_lightning.confidence import registry, scaling
-from selfcal_lightning.confidence.base import (
-    LOGPROB,
-    MEAN_LOGPROB,
-    P_TRUE,
-    STORED,
-    check_confidence,
-    confidence_of,
-    lacks,
-    scored_pool,
-)
+from selfcal_lightning.confidence import base, registry, scaling
 from selfcal_lightning.confidence.features import (
     LOGIT,
     ConfidenceScores,
@@ -51,7 +41,7 @@ TARGETS: tuple[FusionTarget, ...] = ("label", "ssc", "vote_share")
 FUSED = "fused"
 KIND = "fusion"
 POOL_NOTE = "It depends on the other responses to a question: for recorded pools only (`selfcal serve` has cocoa)."
-DEFAULT_FEATURES = (f"{LOGIT}{P_TRUE}", LOGPROB, MEAN_LOGPROB)
+DEFAULT_FEATURES = (f"{LOGIT}{base.P_TRUE}", base.LOGPROB, base.MEAN_LOGPROB)
 
 
 @dataclass(frozen=True)
@@ -199,14 +189,14 @@ def _targets(pool: Sequence[QuestionSamples], table: ResponseTable, target: Fusi
         scaling.check_labels(table)
         return table.correct
     if target == "ssc":
-        check_confidence(pool, P_TRUE)
+        base.check_confidence(pool, base.P_TRUE)
     targets: list[float | None] = []
     for entry in pool:
         answers = [sample.answer for sample in entry.samples]
         if target == "vote_share":
             targets += vote_share(answers)
         else:
-            targets += soft_self_consistency(answers, [confidence_of(s, P_TRUE) for s in entry.samples])
+            targets += soft_self_consistency(answers, [base.confidence_of(s, base.P_TRUE) for s in entry.samples])
     return np.array(targets, dtype=np.float64)  # None is NaN
 
 
@@ -257,7 +247,7 @@ def load_for_fitting(
 ) -> RecordedPool:
     """Return a calibration split's questions, with the store annotations that fitting needs."""
     names = {*needed, *(name for scorer in scorers for name in scorer.requires)}
-    names -= {*STORED, *(scorer.name for scorer in scorers)}
+    names -= {*base.STORED, *(scorer.name for scorer in scorers)}
     annotations = sorted(names & set(annotation_names(pool))) if Path(pool).is_dir() else []
     return load_recorded_pool(pool, split=split, task=task, confidences=annotations, texts=texts)
 
@@ -273,15 +263,15 @@ class WeighedPool:
 def carried_confidences(pool: RecordedPool) -> list[str]:
     """Return the confidences of one response that every question with a readable answer has, in a fixed order."""
     names = {name for entry in pool.entries for sample in entry.samples for name in sample.confidences}
-    candidates = [*STORED, *sorted(names.difference(STORED))]
+    candidates = [*base.STORED, *sorted(names.difference(base.STORED))]
     left_out = registry.pool_dependent(candidates, registry.recorded_confidences(pool.estimators))
     kept = [name for name in candidates if name not in left_out]
-    return [name for name in kept if not any(lacks(entry, name) for entry in pool.entries)]
+    return [name for name in kept if not any(base.lacks(entry, name) for entry in pool.entries)]
 
 
 def is_probability(pool: RecordedPool, name: str) -> bool:
     """Whether a confidence is a probability by its values and its estimator, so that it can weight votes unscaled."""
-    values = (confidence_of(sample, name) for entry in pool.entries for sample in entry.samples)
+    values = (base.confidence_of(sample, name) for entry in pool.entries for sample in entry.samples)
     may_be = registry.may_be_probability(name, registry.recorded_confidences(pool.estimators))
     return may_be and all(value is None or 0.0 <= value <= 1.0 for value in values)
 
@@ -313,7 +303,7 @@ def fit_confidences(
             scorers.append(scaling.fit_scaler(pool.entries, kind, source=source, known=recorded))
         else:
             registry.refuse_looking_ahead([name, source], recorded)
-            check_confidence(pool.entries, name)
+            base.check_confidence(pool.entries, name)
     return scorers
 
 
@@ -322,10 +312,10 @@ def weigh_pool(
 ) -> WeighedPool:
     check_not_fitted_on(pool.entries, [scorer for scorer in scorers if scorer.name not in fitting])
     registry.refuse_looking_ahead(names, [*registry.recorded_confidences(pool.estimators), *scorers])
-    entries = scored_pool(pool.entries, scorers)
+    entries = base.scored_pool(pool.entries, scorers)
     for name in names:
-        check_confidence(entries, name)
-    costs = {name: pool.query_tokens for name in names if P_TRUE in sources_of(name, scorers)}
+        base.check_confidence(entries, name)
+    costs = {name: pool.query_tokens for name in names if base.P_TRUE in sources_of(name, scorers)}
     return WeighedPool(replace(pool, entries=entries), tuple(names), tuple(scorers), costs)
 
 

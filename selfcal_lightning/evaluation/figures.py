@@ -121,8 +121,7 @@ def roc_figure(curves: Mapping[str, tuple[Array, Array]], *, title: str = "") ->
         style = "-" if position < len(colours) else "--"
         axes.plot(*points, style, color=colours[position % len(colours)], linewidth=1.8, label=label)
     drawing.frame_roc(axes)
-    if title:
-        axes.set_title(title, fontsize=11)
+    axes.set_title(title, fontsize=11)
     axes.legend(loc="lower right", fontsize=9, frameon=False)
     return figure
 
@@ -147,8 +146,7 @@ def confidence_distribution(confidence: Array, correct: Array, *, num_bins: int 
     axes.set(xlim=(0.0, 1.0), ylim=(-limit, limit), xlabel="confidence", ylabel="share of responses")
     axes.yaxis.set_major_formatter(lambda value, _: f"{abs(value):g}")
     axes.legend(loc="upper left", fontsize=9, frameon=False)
-    if title:
-        axes.set_title(title, fontsize=11)
+    axes.set_title(title, fontsize=11)
     return figure
 
 

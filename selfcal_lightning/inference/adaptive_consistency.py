@@ -12,17 +12,7 @@ from scipy.special import betainc, entr, gammainc, gammaln
 
 from selfcal_lightning.confidence.base import P_TRUE
 from selfcal_lightning.core.errors import InputError, unknown_name
-from selfcal_lightning.inference import vectorised
-from selfcal_lightning.inference.base import (
-    Ask,
-    Solving,
-    cast_votes,
-    check_confidence_name,
-    check_number,
-    check_weights,
-    leader,
-    make_verdict,
-)
+from selfcal_lightning.inference import base, vectorised
 from selfcal_lightning.metrics.arrays import Array, Floats, Integers, as_array, check_positive
 from selfcal_lightning.records import Question, Sample
 
@@ -73,11 +63,11 @@ def _largest(counts: Array, number: int) -> Floats:
 def _by_combination(leading: Floats, function: Callable[[Integers], Floats]) -> Floats:
     """Apply ``function``, which takes rows of counts [R, top], to all rows [..., top], once per distinct row."""
     rows = leading.reshape(-1, leading.shape[-1]).astype(np.int64)
-    base = int(rows.max(initial=0)) + 1
-    if base ** rows.shape[1] > _LARGEST_KEY:  # thousands of votes
+    radix = int(rows.max(initial=0)) + 1
+    if radix ** rows.shape[1] > _LARGEST_KEY:  # thousands of votes
         first = inverse = np.arange(len(rows))
     else:
-        keys = rows @ base ** np.arange(rows.shape[1])
+        keys = rows @ radix ** np.arange(rows.shape[1])
         _, first, inverse = np.unique(keys, return_index=True, return_inverse=True)
     return np.asarray(np.round(function(rows[first]), _DECIMALS)[inverse].reshape(leading.shape[:-1]))
 
@@ -175,28 +165,28 @@ class AdaptiveConsistency:
         if is_weighted and self.confidence is None:
             object.__setattr__(self, "confidence", P_TRUE)
         if is_weighted:
-            check_confidence_name(self.confidence)
-        check_number(self._threshold, "threshold")
+            base.check_confidence_name(self.confidence)
+        base.check_number(self._threshold, "threshold")
         check_positive(self.max_samples, "max_samples")
         check_positive(self.min_samples, "min_samples")
 
-    def solve(self, question: Question) -> Solving:
+    def solve(self, question: Question) -> base.Solving:
         samples: list[Sample] = []
         votes: dict[str, float] = {}
         total, num_votes, is_clear = 0.0, 0, False
         while len(samples) < self.max_samples and not is_clear:
-            drawn = yield Ask(1 if samples else min(self.min_samples, self.max_samples))
+            drawn = yield base.Ask(1 if samples else min(self.min_samples, self.max_samples))
             if not drawn:
                 break
             samples += drawn
-            for answer, weight in cast_votes(drawn, self.confidence):
-                check_weights(weight)
+            for answer, weight in base.cast_votes(drawn, self.confidence):
+                base.check_weights(weight)
                 votes[answer] = votes.get(answer, 0.0) + weight
                 total, num_votes = total + weight, num_votes + 1
             is_clear = num_votes >= self.min_samples and self._certainty(votes, total) >= self._bound(self._threshold)
         certainty = self._certainty(votes, total)
         confidence = None if total <= 0.0 else 1.0 + certainty if self.criterion == "entropy" else certainty
-        return make_verdict(question, samples, leader(votes), confidence=confidence, stopped_early=is_clear)
+        return base.make_verdict(question, samples, base.leader(votes), confidence=confidence, stopped_early=is_clear)
 
     def curve(self, pool: vectorised.PoolArrays, grid: Sequence[float]) -> vectorised.CurveOutcome:
         bounds = np.array([self._bound(value) for value in vectorised.as_thresholds(grid)])

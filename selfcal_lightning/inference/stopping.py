@@ -11,19 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from selfcal_lightning.core.errors import InputError, unknown_name
-from selfcal_lightning.inference.base import (
-    Ask,
-    Solving,
-    add_up,
-    cast_votes,
-    check_confidence_name,
-    check_number,
-    check_weights,
-    leader,
-    make_verdict,
-    share_of,
-    weighted_votes,
-)
+from selfcal_lightning.inference import base
 from selfcal_lightning.inference.vectorised import (
     UNREADABLE,
     CurveOutcome,
@@ -72,36 +60,36 @@ class EarlyStopping:
     fallback: Fallback = "weighted_vote"
 
     def __post_init__(self) -> None:
-        check_number(self.threshold, "threshold")
+        base.check_number(self.threshold, "threshold")
         check_positive(self.max_samples, "max_samples")
-        check_confidence_name(self.confidence)
+        base.check_confidence_name(self.confidence)
         if self.fallback not in get_args(Fallback):
             raise unknown_name("fallback", self.fallback, get_args(Fallback))
 
-    def solve(self, question: Question) -> Solving:
+    def solve(self, question: Question) -> base.Solving:
         samples: list[Sample] = []
         while len(samples) < self.max_samples:
-            drawn = yield Ask(1)
+            drawn = yield base.Ask(1)
             if not drawn:
                 break
             samples += drawn
-            for answer, value in cast_votes(drawn, self.confidence):
+            for answer, value in base.cast_votes(drawn, self.confidence):
                 if value >= self.threshold:
-                    return make_verdict(question, samples, answer, confidence=value, stopped_early=True)
+                    return base.make_verdict(question, samples, answer, confidence=value, stopped_early=True)
         return self._give_up(question, samples)
 
     def _give_up(self, question: Question, samples: Sequence[Sample]) -> Verdict:
-        votes = cast_votes(samples, self.confidence)
+        votes = base.cast_votes(samples, self.confidence)
         answer: str | None = None
         if votes and self.fallback == "last":
             answer = votes[-1][0]
         elif votes and self.fallback == "best":
             answer = max(votes, key=itemgetter(1))[0]
         elif votes:
-            check_weights(min(value for _, value in votes))
-            answer = leader(add_up(votes))
+            base.check_weights(min(value for _, value in votes))
+            answer = base.leader(base.add_up(votes))
         best = max((value for given, value in votes if given == answer), default=None)
-        return make_verdict(question, samples, answer, confidence=best, stopped_early=False)
+        return base.make_verdict(question, samples, answer, confidence=best, stopped_early=False)
 
     def curve(self, pool: PoolArrays, grid: Sequence[float]) -> CurveOutcome:
         votes = votes_of(pool, weighted=True, width=self.max_samples)
@@ -157,13 +145,13 @@ class WindowStopping:
         if self.mode not in get_args(Mode):
             raise unknown_name("mode", self.mode, get_args(Mode))
 
-    def solve(self, question: Question) -> Solving:
+    def solve(self, question: Question) -> base.Solving:
         samples: list[Sample] = []
         in_window: list[str] = []
         stopped = False
         while len(samples) < self.max_samples and not stopped:
             missing = 1 if self.mode == "sliding" else self.window - len(in_window)
-            drawn = yield Ask(min(missing, self.max_samples - len(samples)))
+            drawn = yield base.Ask(min(missing, self.max_samples - len(samples)))
             if not drawn:
                 break
             samples += drawn
@@ -171,10 +159,12 @@ class WindowStopping:
             if len(in_window) >= self.window:
                 stopped = len(set(in_window)) == 1
                 in_window = in_window[1:] if self.mode == "sliding" else []
-        votes = weighted_votes(samples, None)
+        votes = base.weighted_votes(samples, None)
         # A window that agrees need not be the majority.
-        answer = drawn[-1].answer if stopped else leader(votes)
-        return make_verdict(question, samples, answer, confidence=share_of(votes, answer), stopped_early=stopped)
+        answer = drawn[-1].answer if stopped else base.leader(votes)
+        return base.make_verdict(
+            question, samples, answer, confidence=base.share_of(votes, answer), stopped_early=stopped
+        )
 
     def curve(self, pool: PoolArrays, grid: Sequence[int]) -> CurveOutcome:
         windows = as_budgets(grid, "window")
@@ -275,30 +265,30 @@ class CGES:
     clamp: float = 1e-3
 
     def __post_init__(self) -> None:
-        check_number(self.threshold, "threshold")
+        base.check_number(self.threshold, "threshold")
         check_positive(self.max_samples, "max_samples")
-        check_confidence_name(self.confidence)
+        base.check_confidence_name(self.confidence)
         check_positive(self.wrong_answers, "wrong_answers")
-        check_number(self.evidence, "evidence")
+        base.check_number(self.evidence, "evidence")
         if not 0.0 < self.clamp < 0.5:
             raise InputError(f"Expected `clamp` to lie in (0, 0.5), but got {self.clamp!r}.")
 
-    def solve(self, question: Question) -> Solving:
+    def solve(self, question: Question) -> base.Solving:
         samples: list[Sample] = []
         answer, posterior = None, None
         while len(samples) < self.max_samples:
-            drawn = yield Ask(1)
+            drawn = yield base.Ask(1)
             if not drawn:
                 break
             samples += drawn
             answer, posterior = self._judge(samples)
             if posterior is not None and posterior >= self.threshold:
-                return make_verdict(question, samples, answer, confidence=posterior, stopped_early=True)
-        return make_verdict(question, samples, answer, confidence=posterior, stopped_early=False)
+                return base.make_verdict(question, samples, answer, confidence=posterior, stopped_early=True)
+        return base.make_verdict(question, samples, answer, confidence=posterior, stopped_early=False)
 
     def _judge(self, samples: Sequence[Sample]) -> tuple[str | None, float | None]:
         """Return the leading answer and its posterior, or (None, None) without evidence."""
-        votes = cast_votes(samples, self.confidence)
+        votes = base.cast_votes(samples, self.confidence)
         if not votes:
             return None, None
         log_odds = self._log_odds(np.array([confidence for _, confidence in votes]))

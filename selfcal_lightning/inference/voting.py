@@ -12,19 +12,7 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from selfcal_lightning.inference import vectorised
-from selfcal_lightning.inference.base import (
-    Ask,
-    Solving,
-    add_up,
-    cast_votes,
-    check_confidence_name,
-    check_number,
-    check_weights,
-    leader,
-    make_verdict,
-    share_of,
-)
+from selfcal_lightning.inference import base, vectorised
 from selfcal_lightning.metrics.arrays import Floats, Integers, check_positive
 from selfcal_lightning.metrics.consistency import masked_standardised_weights
 from selfcal_lightning.records import Question, Sample
@@ -47,7 +35,7 @@ class _Vote(ABC):
 
     def __post_init__(self) -> None:
         check_positive(self.max_samples, "max_samples")
-        check_confidence_name(self.confidence, optional=not self.needs_confidence)
+        base.check_confidence_name(self.confidence, optional=not self.needs_confidence)
 
     @abstractmethod
     def weights(self, confidence: Floats) -> Floats:
@@ -59,15 +47,17 @@ class _Vote(ABC):
 
     def weigh(self, samples: Sequence[Sample]) -> dict[str, float]:
         """Return the weight of each answer in order of first appearance."""
-        cast = cast_votes(samples, self.confidence)
+        cast = base.cast_votes(samples, self.confidence)
         weights = self.weights(np.array([value for _, value in cast])).tolist() if cast else []
-        return add_up((answer, weight) for (answer, _), weight in zip(cast, weights, strict=True))
+        return base.add_up((answer, weight) for (answer, _), weight in zip(cast, weights, strict=True))
 
-    def solve(self, question: Question) -> Solving:
-        samples = yield Ask(self.max_samples)
+    def solve(self, question: Question) -> base.Solving:
+        samples = yield base.Ask(self.max_samples)
         votes = self.weigh(samples)
-        answer = leader(votes)
-        return make_verdict(question, samples, answer, confidence=share_of(votes, answer), stopped_early=False)
+        answer = base.leader(votes)
+        return base.make_verdict(
+            question, samples, answer, confidence=base.share_of(votes, answer), stopped_early=False
+        )
 
     def curve(self, pool: vectorised.PoolArrays, grid: Sequence[int]) -> vectorised.CurveOutcome:
         budgets = vectorised.as_budgets(grid)
@@ -113,7 +103,7 @@ class SelfConsistency(_Vote):
     confidence: str | None = None
 
     def weights(self, confidence: Floats) -> Floats:
-        check_weights(confidence.min())
+        base.check_weights(confidence.min())
         return confidence
 
     def leaders(self, votes: vectorised.Votes, budgets: Integers) -> Codes:
@@ -148,7 +138,7 @@ class CISC(_Vote):
     confidence: str = "p_true"
 
     def __post_init__(self) -> None:
-        check_number(self.temperature, "temperature", MIN_TEMPERATURE, sys.float_info.max)
+        base.check_number(self.temperature, "temperature", MIN_TEMPERATURE, sys.float_info.max)
         super().__post_init__()
 
     def weights(self, confidence: Floats) -> Floats:
@@ -186,7 +176,7 @@ class BordaVoting(_Vote):
     confidence: str = "p_true"
 
     def __post_init__(self) -> None:
-        check_number(self.power, "power", 0.0, MAX_POWER)
+        base.check_number(self.power, "power", 0.0, MAX_POWER)
         super().__post_init__()
 
     def weights(self, confidence: Floats) -> Floats:
@@ -261,13 +251,13 @@ class BestOfN:
 
     def __post_init__(self) -> None:
         check_positive(self.max_samples, "max_samples")
-        check_confidence_name(self.confidence)
+        base.check_confidence_name(self.confidence)
 
-    def solve(self, question: Question) -> Solving:
-        samples = yield Ask(self.max_samples)
-        cast = cast_votes(samples, self.confidence)
+    def solve(self, question: Question) -> base.Solving:
+        samples = yield base.Ask(self.max_samples)
+        cast = base.cast_votes(samples, self.confidence)
         answer, best = max(cast, key=itemgetter(1)) if cast else (None, None)
-        return make_verdict(question, samples, answer, confidence=best, stopped_early=False)
+        return base.make_verdict(question, samples, answer, confidence=best, stopped_early=False)
 
     def curve(self, pool: vectorised.PoolArrays, grid: Sequence[int]) -> vectorised.CurveOutcome:
         return _best(pool, grid)
@@ -321,12 +311,12 @@ class PassAtN:
     def __post_init__(self) -> None:
         check_positive(self.max_samples, "max_samples")
 
-    def solve(self, question: Question) -> Solving:
-        samples = yield Ask(self.max_samples)
+    def solve(self, question: Question) -> base.Solving:
+        samples = yield base.Ask(self.max_samples)
         readable = [sample for sample in samples if sample.answer is not None]
         right = [sample for sample in readable if sample.correct]
         answer = next((sample.answer for sample in right + readable), None)
-        return make_verdict(question, samples, answer, confidence=None, stopped_early=False)
+        return base.make_verdict(question, samples, answer, confidence=None, stopped_early=False)
 
     def curve(self, pool: vectorised.PoolArrays, grid: Sequence[int]) -> vectorised.CurveOutcome:
         return _best(replace(pool, confidence=pool.correct.astype(np.float64)), grid)

@@ -168,7 +168,7 @@ def test_questions_that_were_trained_on_are_told(
     tiny_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     unlike = {"own.v1.1.unlike_training.after": 3, "own.v1.1.domain_auroc.after": 0.9}
-    monkeypatch.setattr("selfcal_lightning.commands.evaluate.unlike_training", lambda *_: unlike)
+    monkeypatch.setattr("selfcal_lightning.evaluation.inputs.unlike_training", lambda *_: unlike)
     taught = OPTIONS | {"split": "test_id", "store_split": "train", "limit": 2, "num_samples": 2}
     run_generate(tiny_model, str(tmp_path / "store"), **nested(**taught))
     joint = write_export(shaken(tiny_model), tmp_path / "joint", store={"path": str(tmp_path / "store"), "digests": {}})

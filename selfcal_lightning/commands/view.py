@@ -160,6 +160,8 @@ def _load(
     if not Path(path).is_dir():
         return {split or "test": load_recorded_pool(path, split=split, task=task, limit=limit)}
     splits = sorted(set(SampleStore(path).index().split.tolist())) if split is None else [split]
+    if not splits:
+        raise InputError(f"Expected {path} to hold responses, but got none: finish `selfcal generate` first.")
     options: dict[str, Any] = {"task": task, "limit": limit, "token_ids": token_ids}
     return {one: load_recorded_pool(path, split=one, confidences=annotation_names(path), **options) for one in splits}
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from support.number_pools import write_number_pool
+from support.store_samples import make_store
 
 from selfcal_lightning.commands.evaluate import run_evaluate
 from selfcal_lightning.commands.generate import run_generate
@@ -219,6 +220,12 @@ def test_two_evaluations_are_compared_on_the_questions_of_both(
         run_view(str(tmp_path / "b" / "pool.jsonl"), redact=True, model="bundled")
     with pytest.raises(InputError, match=r"report\.html is without texts"):
         run_view(str(one), str(two), output=str(tmp_path / "both.html"))
+
+
+def test_a_store_without_a_response_is_refused(tmp_path: Path) -> None:
+    make_store(tmp_path)
+    with pytest.raises(InputError, match="to hold responses, but got none: finish `selfcal generate`"):
+        run_view(str(tmp_path), output=str(tmp_path / "view.html"))
 
 
 def test_tokens_are_coloured_by_their_log_probability(tmp_path: Path) -> None:

@@ -421,11 +421,12 @@ def choose_threshold(
     """Choose as :func:`fit_goal_threshold` does, from known costs and accuracies."""
     choose = best_setting_within if goal == "budget" else cheapest_setting_reaching
     best = choose(outcome.mean_samples, outcome.accuracy, value)
-    if best is None:
-        uses, least = ("uses", outcome.mean_samples.min()) if goal == "budget" else ("reaches", outcome.accuracy.max())
-        raise InputError(
-            f"No value of the grid meets `{goal}` {value:g}; the closest {uses} {least:.4f}. Ask for that."
-        )
+    if best is None:  # the closest is rounded to where it can be asked for
+        if goal == "budget":
+            closest = f"uses {math.ceil(1e4 * outcome.mean_samples.min() - 1e-6) / 1e4:.4f}"
+        else:
+            closest = f"reaches {math.floor(1e4 * outcome.accuracy.max() + 1e-9) / 1e4:.4f}"
+        raise InputError(f"No value of the grid meets `{goal}` {value:g}; the closest {closest}. Ask for that.")
     threshold, parameter = float(outcome.grid[best]), strategy.grid_parameter
     accuracy, samples = float(outcome.accuracy[best]), float(outcome.mean_samples[best])
     return _fitted(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -210,6 +211,16 @@ def test_another_strategy_is_refused() -> None:
 def test_bad_input_is_refused(arguments: tuple[Any, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         fit_goal_threshold(*arguments)
+
+
+def test_what_a_refusal_names_can_be_asked_for() -> None:
+    for number in range(7, 12):
+        pool = calibrated_pool(number)
+        for goal, missed, threshold in (("budget", 0.5, 0.9), ("accuracy", 1.0, 0.0)):
+            with pytest.raises(ValueError, match="Ask for that") as refused:
+                fit_goal_threshold(SIX, pool, goal, missed, [threshold], num_reshuffles=3)
+            named = float(re.findall(r"\d\.\d{4}", str(refused.value))[-1])
+            fit_goal_threshold(SIX, pool, goal, named, [threshold], num_reshuffles=3)
 
 
 def test_references_are_needed_and_a_guide_or_a_grid() -> None:

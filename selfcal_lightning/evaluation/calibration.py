@@ -213,10 +213,7 @@ def compare_votes(
     num_resamples: int = 1000,
     seed: int = SEED,
 ) -> dict[str, Any]:
-    """Compare the votes of the first two sides of every test set by their own confidence, print and write them.
-
-    Without such a confidence, and with one side alone, there is nothing to compare.
-    """
+    """Compare the votes of two sides by their own confidence, where both have one; print and write them."""
     keys: dict[str, Any] = {}
     rows: list[VoteRow] = []
     for test, sides in inputs.tests.items():

@@ -81,11 +81,7 @@ def write_page(
 
 
 def compare_pages(path: Path, reports: Mapping[str, Path], *, title: str) -> tuple[int, int]:
-    """Write the report of the last system in each of two reports, on the questions of both.
-
-    Returns:
-        The numbers of shared questions, and of those that only one report has.
-    """
+    """Write the report of the last systems of two; return how many questions both have, and how many one alone."""
     pages = [_read(report) for report in reports.values()]
     (one, texts), (two, others) = pages
     for report, (index, _) in zip(reports.values(), pages, strict=True):

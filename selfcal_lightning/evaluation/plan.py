@@ -100,10 +100,7 @@ def check_evaluation_folder(folder: Path) -> None:
 
 
 def open_evaluation_folder(folder: Path, arguments: Mapping[str, Any]) -> dict[Path, int]:
-    """Make the folder of an evaluation with its arguments, by which even a stopped one is known.
-
-    Returns the files of an earlier one with their times, for ``remove_earlier``.
-    """
+    """Make the folder with the arguments, by which a stopped evaluation is known; return an earlier one's files."""
     folder.mkdir(parents=True, exist_ok=True)
     record = {"format": FORMAT, "version": 1, "arguments": dict(arguments)}
     write_atomically(folder / ARGUMENTS, to_json(record))

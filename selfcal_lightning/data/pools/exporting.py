@@ -115,10 +115,7 @@ def export_log(
     round: int = 0,
     task: str | None = None,
 ) -> ExportReport:
-    """Write verified samples of a store as a log of inspect_ai, every_eval_ever or lm-evaluation-harness.
-
-    Responses without a verdict cannot be written in these formats; they are counted.
-    """
+    """Write verified samples of a store as a log of inspect_ai, every_eval_ever or lm-eval; count the others."""
     place, store = Path(path), SampleStore(store_dir)
     if format == "inspect" and place.suffix != ".json":
         raise InputError(f"`path` of an inspect log must end with .json, got {place}: inspect_ai tells logs by it.")

@@ -160,7 +160,6 @@ def all_parts(root: Path) -> Iterator[list[Path]]:
 
 
 def repair_store(root: Path, questions: QuestionsOf) -> RepairReport:
-    """Repair a store without joining it; see :meth:`SampleStore.repair`."""
     with all_parts(root) as folders:
         moved, lost, unfinished = _repair_rounds(root), 0, 0
         for folder in folders:

@@ -716,7 +716,12 @@ def run_fit_abstention_threshold(
         delta=delta, test="hoeffding_bentkus", procedure=procedure, num_starts=NUM_STARTS if grid is None else 1,
     )  # fmt: skip
     if certificate.threshold is None:
-        raise RunError(f"{certificate.message} Nothing is written; allow a larger `risk`, or sample more questions.")
+        others = {
+            "questions": "sample more questions", "start": "name others by `grid`", "grid": "name lower ones by `grid`",
+            "ranking": "take an `estimator` that ranks questions better",
+        }  # fmt: skip
+        other = others[certificate.shortfall or "ranking"]
+        raise RunError(f"{certificate.message} Nothing is written; allow a larger `risk`, or {other}.")
     Path(output).parent.mkdir(parents=True, exist_ok=True)
     record = {"format": ABSTENTION_FORMAT, "version": VERSION, "estimator": estimator, "pool": pool, "split": split}
     files.write_atomically(Path(output), files.to_json({**record, **asdict(certificate)}))

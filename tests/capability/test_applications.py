@@ -137,8 +137,12 @@ def test_a_threshold_that_bounds_the_wrong_responses(
     assert found.num_answered == sum(asked)
     run_fit_abstention_threshold(store, str(output), risk=0.99)
     assert "a predicted capability of 0 or above" in capsys.readouterr().out
-    with pytest.raises(RunError, match="Nothing is written; allow a larger `risk`"):
-        run_fit_abstention_threshold(store, str(tmp_path / "none.json"), risk=0.01)
+    for options, other in (
+        ({"risk": 0.01}, "take an `estimator` that ranks questions better"),
+        ({"risk": 0.9, "grid": [1.0]}, "name lower ones by `grid`"),
+    ):
+        with pytest.raises(RunError, match=f"Nothing is written; allow a larger `risk`, or {other}"):
+            run_fit_abstention_threshold(store, str(tmp_path / "none.json"), **options)
     assert not (tmp_path / "none.json").exists()
 
 

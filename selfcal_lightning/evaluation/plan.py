@@ -61,6 +61,8 @@ def check_sampled(
             budget = f"{fitted.fields['max_samples']}, the budget of {fitted.name!r}"
             name = "num_samples" if settings.max_samples is None else "max_samples"
             raise InputError(f"Expected `{name}` to be at least {budget}, but got {width}.")
+        if models.calibration is None:  # on calibration questions, those of the fit may be fitted again
+            fitted.check_scorers(scorers)
     if width > drawn:
         raise InputError(f"Expected `max_samples` to be at most {drawn}, the `num_samples` drawn, but got {width}.")
     check_budgets(width, budgets=settings.budgets, targets=settings.targets)

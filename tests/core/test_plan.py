@@ -5,6 +5,7 @@ import re
 import shutil
 from collections import namedtuple
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -282,16 +283,19 @@ def test_settings_of_an_evaluation_are_refused_before_it_samples(
     assert list(here.iterdir()) == []
 
 
-def test_a_fitted_threshold_that_needs_more_samples_is_refused_before_it_samples(
+def test_a_fitted_threshold_that_cannot_be_used_is_refused_before_it_samples(
     here: Path, refused: Refused, engines: list[str]
 ) -> None:
     sure = [make_entry(["a"] * 4, [0.9] * 4, name=f"q{number}") for number in range(40)]
-    fit_risk_threshold(SelfConsistency(max_samples=4), sure, risk=0.5, delta=0.2).save(Path("risk.json"))
-    command = ["evaluate", "--model", "bundled", "--tests", TESTS, "--fitted_thresholds", "[risk.json]"]
-    assert "`num_samples` to be at least 4, the budget of" in refused([*command, "--num_samples", "2"])
+    fitted = fit_risk_threshold(SelfConsistency(max_samples=4), sure, risk=0.5, delta=0.2)
+    fitted.save(Path("risk.json"))
+    replace(fitted, scorers={"calm": "0" * 64}).save(Path("scored.json"))
+    command = ["evaluate", "--model", "bundled", "--tests", TESTS, "--num_samples"]
+    assert "at least 4, the budget of" in refused([*command, "2", "--fitted_thresholds", "[risk.json]"])
+    assert "was fitted with, ['calm'], but got []" in refused([*command, "4", "--fitted_thresholds", "[scored.json]"])
     assert engines == []
-    assert [path.name for path in here.iterdir()] == ["risk.json"]
-    assert run([*command, "--num_samples", "4", "--check", "true"]) == 0
+    assert sorted(path.name for path in here.iterdir()) == ["risk.json", "scored.json"]
+    assert run([*command, "4", "--fitted_thresholds", "[risk.json]", "--check", "true"]) == 0
 
 
 # ---- disks and folders

@@ -123,7 +123,7 @@ class AdaptationGuard(Callback):
         named = {f"guard/{name}": value for name, value in asdict(monitors).items() if value is not None}
         for logger in trainer.loggers:
             logger.log_metrics(named, step=trainer.global_step)
-        told = ", ".join(f"{name.removeprefix('guard/')} {value:.3f}" for name, value in named.items())
+        told = ", ".join(f"{name.removeprefix('guard/')} {value:z.3f}" for name, value in named.items())
         say(f"AdaptationGuard: round {round}: {told}")
         if self.report is not None:
             begins = round == 0 and trainer.global_step == 0

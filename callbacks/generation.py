@@ -370,7 +370,7 @@ class SSCGeneration(Callback):
         notes: tuple[str, ...] = ()
         every, epochs = data.regenerate_every_n_epochs, trainer.max_epochs
         if every is not None and epochs not in (None, -1) and (later := math.ceil(epochs / every) - 1):
-            notes = (f"{later} later rounds sample the training questions again, as many responses each.",)
+            notes = (f"Rounds that sample the training questions again, as many responses each: {later}.",)
         return Plan(sampling=(sampling,), places=(Place("samples", data.store_dir),), notes=notes)
 
     def _check_module(self, module: object, data: StoredDataModule) -> None:

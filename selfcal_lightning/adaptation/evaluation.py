@@ -15,6 +15,7 @@ from selfcal_lightning.data.store.overview import counted_samples
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.data.store.shards import SampleIndex
 from selfcal_lightning.data.tasks.registry import get_task
+from selfcal_lightning.evaluation.tables import format_estimate
 from selfcal_lightning.metrics import bootstrap
 from selfcal_lightning.metrics.arrays import AUROC, BRIER, ECE, Floats
 from selfcal_lightning.metrics.bootstrap import Estimate, ScoredResponses
@@ -265,10 +266,5 @@ def adaptation_markdown(sets: Sequence[SetComparison]) -> str:
 
 
 def change_cell(change: Change) -> str:
-    found = change.difference
-    if found.value is None:
-        return "-"
-    if found.low is None or found.high is None:
-        return f"{found.value:+.3f}"
-    text = f"{found.value:+.3f} [{found.low:+.3f}, {found.high:+.3f}]"
-    return f"**{text}**" if found.low > 0.0 or found.high < 0.0 else text
+    text = format_estimate(change.difference, signed=True)
+    return f"**{text}**" if change.difference.is_positive is not None else text

@@ -20,7 +20,7 @@ from selfcal_lightning.core.files import json_object_or_none, write_atomically
 from selfcal_lightning.engines.sampling.running import sample_questions
 from selfcal_lightning.engines.settings import EngineSettings
 from selfcal_lightning.evaluation.metrics import caution
-from selfcal_lightning.evaluation.tables import markdown_table, rich_table
+from selfcal_lightning.evaluation.tables import format_estimate, markdown_table, rich_table
 from selfcal_lightning.metrics.group_rewards import GroupReward, PoolTarget
 from selfcal_lightning.models.chat_format import DEFAULT_QUERY, Prompt
 from selfcal_lightning.models.folders import read_manifest, resolve_model
@@ -177,8 +177,12 @@ def _facts(result: Mapping[str, Any]) -> list[str]:
 
 
 def _round_rows(result: Mapping[str, Any]) -> list[list[str]]:
+    """The row after the last sampled round is of the model that was not sampled any more."""
     return [
-        [name, *("-" if row.get(key) is None else f"{row[key]:.3f}" for key in ROUND_COLUMNS.values())]
+        [
+            name if "tokens" in row else f"{name}, not sampled",
+            *("-" if row.get(key) is None else f"{row[key]:z.3f}" for key in ROUND_COLUMNS.values()),
+        ]
         for name, row in result["rounds"].items()
     ]
 
@@ -195,7 +199,7 @@ def _show(result: Mapping[str, Any], compared: Sequence[measures.SetComparison])
             if name in SHOWN or name.startswith("majority@"):
                 ends = ["-" if value is None else f"{value:.3f}" for value in (change.before, change.after)]
                 metric = name.upper() if name in measures.CALIBRATION else name
-                changes.add_row(heading, metric, *ends, measures.change_cell(change).strip("*"))
+                changes.add_row(heading, metric, *ends, format_estimate(change.difference, signed=True))
                 heading = ""
     console.print(changes)
     rounds = rich_table(("round", *ROUND_COLUMNS), left=("round",))

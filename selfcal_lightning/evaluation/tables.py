@@ -54,11 +54,11 @@ def format_estimate(estimate: Estimate, *, signed: bool = False, tight: bool = F
     """Return a value and its interval to three decimals, ``tight`` without a space; a dash where undefined."""
     if estimate.value is None:
         return DASH
-    sign = "+" if signed else ""
-    value = f"{estimate.value:{sign}.3f}"
+    form = "+z.3f" if signed else "z.3f"  # z: no -0.000
+    value = f"{estimate.value:{form}}"
     if estimate.low is None or estimate.high is None:
         return value
-    return f"{value} [{estimate.low:{sign}.3f},{'' if tight else ' '}{estimate.high:{sign}.3f}]"
+    return f"{value} [{estimate.low:{form}},{'' if tight else ' '}{estimate.high:{form}}]"
 
 
 def metric_label(metric: str) -> str:

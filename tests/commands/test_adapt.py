@@ -13,7 +13,7 @@ from support.selection_stores import select, sums_entry, sums_store
 from selfcal_lightning.adaptation.evaluation import cost_in_samples, round_labels
 from selfcal_lightning.adaptation.runs import Adaptation, QuestionSlice, check_learnt, fit_settings
 from selfcal_lightning.adaptation.selection_files import read_selection
-from selfcal_lightning.commands.adapt import run_adapt
+from selfcal_lightning.commands.adapt import _round_rows, run_adapt
 from selfcal_lightning.core import processes
 from selfcal_lightning.core.errors import InputError, RunError
 from selfcal_lightning.data.store.sample_store import SampleStore
@@ -159,6 +159,14 @@ def test_tokens_of_other_questions_are_no_cost(tmp_path: Path) -> None:
     )
     assert cost_in_samples(store.path, own, rows) == 4
     assert cost_in_samples(store.path, of_sums(90, 92), {}) == 0
+
+
+def test_a_round_without_samples_says_so() -> None:
+    """After the last update the guard reads the tokens of round 0 alone."""
+    rounds = {"1": {"tokens": 9, "pass@1": 0.5, "logprob_fall": -0.0001}, "2": {"logprob_fall": 0.007}}
+    sampled, last = _round_rows({"rounds": rounds})
+    assert (sampled[0], sampled[1], sampled[-1]) == ("1", "0.500", "0.000")
+    assert (last[0], last[1], last[-1]) == ("2, not sampled", "-", "0.007")
 
 
 @pytest.mark.slow

@@ -8,7 +8,14 @@ from dataclasses import replace
 import pytest
 from support.strategy_pools import make_entry
 
-from selfcal_lightning.adaptation.evaluation import Change, SampledSet, adaptation_markdown, compare_set, verdict
+from selfcal_lightning.adaptation.evaluation import (
+    Change,
+    SampledSet,
+    adaptation_markdown,
+    change_cell,
+    compare_set,
+    verdict,
+)
 from selfcal_lightning.adaptation.monitors import collapse, round_monitors
 from selfcal_lightning.adaptation.runs import QuestionSlice, load_sets
 from selfcal_lightning.core.errors import InputError
@@ -58,6 +65,10 @@ def test_a_comparison_holds_both_models_and_says_what_it_comes_to() -> None:
     assert sharpened.verdict.startswith("sharpening")
     with pytest.raises(InputError, match="the same questions"):
         compare_set("x", base=base, adapted=sampled(["7"]), base_greedy=greedy, adapted_greedy=better, others={})
+
+
+def test_a_change_that_rounds_to_zero_has_no_minus() -> None:
+    assert change_cell(Change(0.5, 0.5, Estimate(-1e-9, -0.0004, 0.1))) == "+0.000 [+0.000, +0.100]"
 
 
 def test_a_change_within_its_interval_is_no_gain() -> None:

@@ -196,10 +196,11 @@ def run_import_prefixes(
 
     A line with `prompt`, `completions` and `labels`, as TRL has them, is a prefix for each of its steps.
 
-    Every prefix becomes a response, whose rate is what `--model.target success_prob` learns at its end. Give training
-    as many `num_samples` as a question has prefixes at most, and as `total_tuples` the number of all. A prefix that is
-    given different rates learns their mean. A record with an empty prefix, the rate of the question alone, is left out
-    and counted: there is nothing of a response to read.
+    Every prefix becomes a response, whose rate is what `--model.target success_prob` learns at its end. Train without
+    `train`, `validation` and `test`, which would sample responses, with as many `num_samples` as a question has
+    prefixes at most, and as `total_tuples` the number of all. A prefix that is given different rates learns their mean.
+    A record with an empty prefix, the rate of the question alone, is left out and counted: there is nothing of a
+    response to read.
 
     Args:
         path: The JSON-lines file, as `selfcal rollout --export` writes it.
@@ -211,8 +212,9 @@ def run_import_prefixes(
     with tempfile.TemporaryDirectory() as folder:
         pool = Path(folder) / "prefixes.jsonl"
         counts = write_success_pool(path, pool, task=task, split=split, separator=separator)
-        report = import_pool(pool, store_dir, source=path)
-    say(f"Imported {counts.prefixes:,} prefixes of {report.questions:,} questions from {path} to {store_dir}")
+        report = import_pool(pool, store_dir, prefixes_of=path)
+    of = f"{report.questions:,} questions, at most {counts.most:,} of one,"
+    say(f"Imported {counts.prefixes:,} prefixes of {of} from {path} to {store_dir}")
     if counts.contradicting:
         say(f"Prefixes with different rates in {path}: {counts.contradicting:,}. Each has the mean of its rates.")
     if counts.bare or counts.without_steps:

@@ -369,8 +369,10 @@ def test_what_is_left_out_is_counted(tmp_path: Path, capsys: pytest.CaptureFixtu
     ]
     (tmp_path / "r.jsonl").write_text("\n".join(map(json.dumps, rows)))
     report = run_import_prefixes(str(tmp_path / "r.jsonl"), str(tmp_path / "s"), "local_number")
-    assert (report.questions, report.responses, report.dropped) == (1, 1, 3)
+    assert (report.questions, report.responses, report.dropped, report.unreadable) == (1, 1, 3, 0)
     told = capsys.readouterr().err
+    assert "Imported 1 prefixes of 1 questions, at most 1 of one, from" in told
+    assert "unreadable" not in told, "a prefix has no answer"
     assert "2 records with an empty `reasoning_prefix`, 1 rows without steps" in told
 
 

@@ -202,14 +202,14 @@ def import_pool(
     *,
     task: str | None = None,
     split: str | None = None,
-    source: str | Path | None = None,
+    prefixes_of: str | Path | None = None,
 ) -> ImportReport:
-    """Read a JSON-lines pool of responses made elsewhere, or written from ``source``, into its own store.
+    """Read a JSON-lines pool of responses made elsewhere, or of the prefixes in a file, into its own store.
 
     With ``task``, a file with the task's columns and a list of texts in ``responses`` is read too. The whole file is
     checked before the first row is stored. Equal answers are named by the first seen.
     """
-    path, source = Path(path), Path(source or path)
+    path, source = Path(path), Path(prefixes_of or path)
     sizes: dict[str, int] = {}
     with Progress(count_lines(path), label=f"Checking {path.name}", unit="lines", only_if_slow=True) as progress:
         for _, line in counted(read_foreign_pool(path, task=task, split=split), progress):
@@ -220,7 +220,8 @@ def import_pool(
     with Stage(f"Hashing {source.name}"), open(path, "rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     store = open_imported(store_dir, source, {"task": task}, digest=digest)
-    return _store_lines(source, store, read_foreign_pool(path, task=task, split=split), sizes, Counter())
+    lines = read_foreign_pool(path, task=task, split=split)
+    return _store_lines(source, store, lines, sizes, Counter(), have_answers=prefixes_of is None)
 
 
 def import_sampled(path: Path, store_dir: str | Path, *, task: str, split: str, stated: bool = True) -> ImportReport:
@@ -328,6 +329,8 @@ def _store_lines(
     lines: Iterable[tuple[int, PoolLine]],
     sizes: Mapping[str, int],
     skipped: Counter[str],
+    *,
+    have_answers: bool = True,
 ) -> ImportReport:
     """Verify and store the ``lines`` that the store lacks, and join it; ``sizes`` are their numbers of responses."""
     before, counts = Undecided.so_far(), Counter[str]()
@@ -346,7 +349,7 @@ def _store_lines(
                 else:
                     judged = judge_line(line)
                     writer.append(judged)
-                    unreadable = sum(sample.answer is None for sample in judged.samples)
+                    unreadable = sum(have_answers and sample.answer is None for sample in judged.samples)
                     counts["responses"] += len(judged.samples)
                     counts["extracted"] += sum("answer" not in response for response in line.responses)
                     if line.question.reference is not None:

@@ -150,6 +150,7 @@ _CONTROL = re.compile(r"<[|｜][^\s<>|｜]{2,}[|｜]>|</?s>|<(?:bos|eos|pad|star
 
 class SuccessCounts(NamedTuple):
     prefixes: int
+    most: int  # of one question
     bare: int
     without_steps: int
     contradicting: int
@@ -179,7 +180,8 @@ def write_success_pool(path: str | Path, pool: Path, *, task: str, split: str, s
         contradicting += sum(len(set(found)) > 1 for found in rates.values())
         groups[question] = [(prefix, fmean(rates[prefix])) for prefix, _ in group]
     write_json_lines(pool, (_line(*item, task=task, split=split) for item in groups.items()))
-    return SuccessCounts(sum(map(len, groups.values())), bare, without_steps, contradicting)
+    sizes = [len(group) for group in groups.values()]
+    return SuccessCounts(sum(sizes), max(sizes), bare, without_steps, contradicting)
 
 
 def _records(path: Path, separator: str) -> Iterator[tuple[str, list[tuple[str, float]]]]:

@@ -80,6 +80,9 @@ def test_a_plan_of_other_questions_is_refused(plan: Path, tmp_path: Path) -> Non
         generate(tmp_path / "store", plan, limit=6)
     with pytest.raises(InputError, match="1 that are not asked, such as 'word_problems/test_id/000004'"):
         generate(tmp_path / "store", plan, limit=4)
+    SamplePlan({"line-1": 1}, {}).save(tmp_path / "file.json")
+    with pytest.raises(InputError, match=r"'line-1'\. For a file of questions, score those of a store"):
+        generate(tmp_path / "store", tmp_path / "file.json")
     assert not (tmp_path / "store").exists()
 
 

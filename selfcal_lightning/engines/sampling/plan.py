@@ -48,10 +48,13 @@ class SamplePlan:
             missing = f"{len(absent):,} questions that it does not name, such as {absent[0]!r}" if absent else ""
             further = f"{len(unknown):,} that are not asked, such as {unknown[0]!r}" if unknown else ""
             found = " and ".join(filter(None, [missing, further]))
-            raise InputError(
-                f"Expected `plan` to name the questions of the run, but got {found}. Use the `task`, `split`, `limit` "
-                "and `offset` that the plan was made with."
-            )
+            way_out = "Use the `task`, `split`, `limit` and `offset` that the plan was made with."
+            if ids.isdisjoint(self.samples):  # those of a file have names of its own
+                way_out = (
+                    "For a file of questions, score those of a store: run this without `plan`, with `num_samples` 1, "
+                    "into another `store_dir`; score that one with `--output`, and `selfcal allocate` again."
+                )
+            raise InputError(f"Expected `plan` to name the questions of the run, but got {found}. {way_out}")
         return [question for question in questions if self.samples[question.id]]
 
     def save(self, path: str | Path) -> None:

@@ -133,7 +133,7 @@ def _token_colours(
     path: str, model: str, adapter: str | None
 ) -> Callable[[Sequence[QuestionSamples]], list[list[TokenColours]]]:
     from selfcal_lightning.confidence.scoring_model import ModelSettings, ScoringModel
-    from selfcal_lightning.confidence.token_ids import token_pieces
+    from selfcal_lightning.models.chat_format import token_pieces
 
     fingerprint = SampleStore(path).round_manifest().fingerprint if Path(path).is_dir() else None
     scoring = ScoringModel(ModelSettings(model, None, EngineSettings().of(adapter=adapter)), fingerprint)

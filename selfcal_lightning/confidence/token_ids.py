@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from selfcal_lightning.data.step_settings import Steps
 from selfcal_lightning.data.steps import Span, ends_of, spans_of, token_spans
 from selfcal_lightning.data.tasks.judging import is_failed
+from selfcal_lightning.models.chat_format import Decode, token_pieces
 from selfcal_lightning.records import QuestionSamples
 
 if TYPE_CHECKING:
@@ -40,29 +40,6 @@ def entry_ids(entry: QuestionSamples, chat: ChatFormat) -> list[ResponseIds | No
     return found
 
 
-Decode = Callable[[Sequence[int]], str]
-_INCOMPLETE = "\ufffd"
-
-
-def token_pieces(decode: Decode, ids: Sequence[int]) -> list[str]:
-    """Return the text that each token adds; joined, they equal ``decode(ids)``.
-
-    A character made of several tokens belongs to the last one. Tokens are decoded after their neighbours, since many
-    tokenizers treat the start of a text specially.
-    """
-    pieces: list[str] = []
-    before = start = 0
-    for end in range(1, len(ids) + 1):
-        shown, text = decode(ids[before:start]), decode(ids[before:end])
-        if text.endswith(_INCOMPLETE) and end < len(ids):
-            pieces.append("")
-            continue
-        pieces.append(text[len(shown) :])
-        before, start = start, end
-    whole = decode(ids)
-    return pieces if "".join(pieces) == whole else _pieces_of_prefixes(decode, ids, whole)
-
-
 def steps_of(decode: Decode, ids: Sequence[int], steps: Steps) -> list[Span]:
     """Return the tokens of each step of a response, without headings; empty without text."""
     pieces = token_pieces(decode, ids)
@@ -73,13 +50,3 @@ def step_ends_of(decode: Decode, ids: Sequence[int], steps: Steps) -> list[int]:
     """Return the number of tokens up to the end of each step, ascending; the last covers the whole response."""
     ends = ends_of(token_pieces(decode, ids), steps)
     return [*ends[:-1], len(ids)] if ends else []
-
-
-def _pieces_of_prefixes(decode: Decode, ids: Sequence[int], whole: str) -> list[str]:
-    """Return the pieces by decoding every prefix, for decoders with long-range dependencies."""
-    lengths = [0]
-    for end in range(1, len(ids)):
-        text = decode(ids[:end])
-        lengths.append(max(lengths[-1], len(text)) if whole.startswith(text) else lengths[-1])
-    lengths.append(len(whole))
-    return [whole[a:b] for a, b in pairwise(lengths)] if len(ids) else []

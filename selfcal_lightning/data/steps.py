@@ -18,12 +18,13 @@ import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple, get_args
 
 from selfcal_lightning.core.errors import InputError, unknown_name
 from selfcal_lightning.data.step_settings import Aggregation, Steps, marker_of
-from selfcal_lightning.models.chat_format import token_pieces
+from selfcal_lightning.models.chat_format import decode_text, token_pieces
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -215,14 +216,14 @@ def step_prefixes(text: str, steps: Steps) -> list[tuple[str, str]]:
 
 
 def token_step_ends(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int], steps: Steps) -> list[int]:
-    return ends_of(token_pieces(tokenizer, token_ids), steps)
+    return ends_of(token_pieces(partial(decode_text, tokenizer), token_ids), steps)
 
 
 def check_marker(tokenizer: PreTrainedTokenizerBase, steps: Steps) -> None:
     marker = marker_of(steps)
     if marker is None:
         return
-    read = "".join(token_pieces(tokenizer, tokenizer.encode(marker, add_special_tokens=False)))
+    read = decode_text(tokenizer, tokenizer.encode(marker, add_special_tokens=False))
     if marker not in read:
         raise InputError(
             f"Expected the marker of `steps` to be a text that responses can hold, but the tokenizer reads {marker!r} "
@@ -253,7 +254,8 @@ class StepStops:
         return cls(tokenizer, steps, found)
 
     def first_end(self, token_ids: Sequence[int], *, after: int) -> StepEnd | None:
-        return next_step_end(token_pieces(self.tokenizer, token_ids), self.steps, after=after)
+        pieces = token_pieces(partial(decode_text, self.tokenizer), token_ids)
+        return next_step_end(pieces, self.steps, after=after)
 
 
 def _may_end(piece: str, steps: Steps) -> bool:

@@ -8,8 +8,9 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 from selfcal_lightning.core.errors import InputError, did_you_mean
@@ -286,7 +287,7 @@ class ChatFormat:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of ``token_ids`` without control tokens."""
-        return _decode(self.tokenizer, token_ids)
+        return decode_text(self.tokenizer, token_ids)
 
     def describe(self) -> dict[str, Any]:
         """Return the identity of the format, as plain JSON types."""
@@ -411,23 +412,37 @@ def _fold_system(turns: list[dict[str, str]]) -> list[dict[str, str]]:
 
 
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
-LOOKS_BACK = 6
+Decode = Callable[[Sequence[int]], str]
 
 
-def token_pieces(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> list[str]:
-    """Return the piece of text that each token of a response adds."""
+def token_pieces(decode: Decode, ids: Sequence[int]) -> list[str]:
+    """Return the text that each token adds; joined, they equal ``decode(ids)``.
+
+    A character made of several tokens belongs to the last one. Tokens are decoded after their neighbours, since many
+    tokenizers treat the start of a text specially.
+    """
     pieces: list[str] = []
-    settled = 0  # tokens whose characters are complete
-    for end in range(1, len(token_ids) + 1):
-        start = max(settled - LOOKS_BACK, 0)
-        before, after = _decode(tokenizer, token_ids[start:settled]), _decode(tokenizer, token_ids[start:end])
-        if after.endswith(UNFINISHED) and end < len(token_ids):
+    before = start = 0
+    for end in range(1, len(ids) + 1):
+        shown, text = decode(ids[before:start]), decode(ids[before:end])
+        if text.endswith(UNFINISHED) and end < len(ids):
             pieces.append("")
             continue
-        pieces.append(after[len(before) :])
-        settled = end
-    return pieces
+        pieces.append(text[len(shown) :])
+        before, start = start, end
+    whole = decode(ids)
+    return pieces if "".join(pieces) == whole else _pieces_of_prefixes(decode, ids, whole)
 
 
-def _decode(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
+def _pieces_of_prefixes(decode: Decode, ids: Sequence[int], whole: str) -> list[str]:
+    """Return the pieces by decoding every prefix, for decoders with long-range dependencies."""
+    lengths = [0]
+    for end in range(1, len(ids)):
+        text = decode(ids[:end])
+        lengths.append(max(lengths[-1], len(text)) if whole.startswith(text) else lengths[-1])
+    lengths.append(len(whole))
+    return [whole[a:b] for a, b in pairwise(lengths)] if len(ids) else []
+
+
+def decode_text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
     return str(tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))

@@ -25,11 +25,12 @@ from selfcal_lightning.confidence.certainty import (
 )
 from selfcal_lightning.confidence.estimators import PTrue, StepSelfEvaluation
 from selfcal_lightning.confidence.registry import ESTIMATORS, CriteriaSettings
-from selfcal_lightning.confidence.token_ids import step_ends_of, token_pieces
+from selfcal_lightning.confidence.token_ids import step_ends_of
 from selfcal_lightning.confidence.token_reader import ResponseStatistics, TokenReader
 from selfcal_lightning.data.steps import Span
 from selfcal_lightning.engines.transformers.engine import TransformersEngine
 from selfcal_lightning.metrics.consistency import masked_standardised_weights
+from selfcal_lightning.models.chat_format import token_pieces
 from selfcal_lightning.records import QuestionSamples, Sample
 
 Pool = list[QuestionSamples]

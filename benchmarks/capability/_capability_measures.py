@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from shared.estimates import Column, estimated, metric_columns
+from shared.estimates import Column, estimated, metric_columns, with_question_confidence
 from shared.jobs import run_once
 from shared.study import SAMPLED, SPLITS, TASK, TESTS, Options, configuration, train_on, write_configuration
 from shared.tables import End, holds
@@ -34,7 +34,7 @@ from selfcal_lightning.capability.evaluation import (
 )
 from selfcal_lightning.capability.features import PromptModel, open_features, read_features
 from selfcal_lightning.capability.fitted_maps import fit_capability_maps
-from selfcal_lightning.capability.probe import LEAST_QUESTIONS, fit_probe, with_question_confidence
+from selfcal_lightning.capability.probe import LEAST_QUESTIONS, fit_probe
 from selfcal_lightning.capability.question_table import (
     CapabilityPool,
     QuestionTable,

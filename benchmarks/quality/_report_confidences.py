@@ -13,11 +13,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from shared.estimates import RESAMPLES, mean_over_seeds, samples_needed
+from shared.estimates import RESAMPLES, mean_over_seeds, samples_needed, with_question_confidence
 from shared.jobs import run
 from shared.study import SAMPLED, SPLITS, TASK, Options, configuration, train_on, write_configuration
 
-from selfcal_lightning.capability.probe import with_question_confidence
 from selfcal_lightning.confidence.base import MEAN_LOGPROB, P_TRUE, SampleScorer, scored_pool
 from selfcal_lightning.confidence.features import LOGIT, required_confidences
 from selfcal_lightning.confidence.fusion import fit_fusion

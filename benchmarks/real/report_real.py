@@ -54,11 +54,17 @@ from _real_jobs import (
 )
 from _states import MEAN, QUERY, RESPONSE, agreement, fit_probes, labels
 from matplotlib.figure import Figure
-from shared.estimates import RESAMPLES, errors_over_seeds, mean_over_seeds, metric_columns, samples_needed
+from shared.estimates import (
+    RESAMPLES,
+    errors_over_seeds,
+    mean_over_seeds,
+    metric_columns,
+    samples_needed,
+    with_question_confidence,
+)
 from shared.study import Options, Study
 from shared.tables import show, table, triple
 
-from selfcal_lightning.capability.probe import with_question_confidence
 from selfcal_lightning.confidence.base import MEAN_LOGPROB, P_TRUE, confidence_of, scored_pool
 from selfcal_lightning.confidence.fusion import fit_fusion
 from selfcal_lightning.confidence.scaling import fit_scaler

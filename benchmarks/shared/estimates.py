@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from selfcal_lightning.metrics.bootstrap import (
     question_bootstrap,
 )
 from selfcal_lightning.metrics.calibration import ErrorBounds
+from selfcal_lightning.records import QuestionSamples
 
 RESAMPLES = 1000
 Column = Floats | ErrorBounds
@@ -126,3 +127,14 @@ def samples_needed(curve: Floats, wanted: Floats) -> Floats:
     step = np.divide(wanted - below, above - below, out=np.zeros_like(wanted), where=above > below)
     needed = np.where(first == 0, 1.0, first + step)
     return np.where(reached.any(axis=0), needed, np.nan)
+
+
+def with_question_confidence(
+    entries: Sequence[QuestionSamples], values: Floats | Sequence[float], *, name: str
+) -> tuple[QuestionSamples, ...]:
+    """Give every response the value of its question as a confidence."""
+    found = []
+    for entry, value in zip(entries, values, strict=True):
+        scored = (replace(one, confidences={**one.confidences, name: float(value)}) for one in entry.samples)
+        found.append(replace(entry, samples=tuple(scored)))
+    return tuple(found)

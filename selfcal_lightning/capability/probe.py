@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
@@ -251,13 +251,3 @@ def checked_targets(table: QuestionTable, target: Target, *, draws: int | None =
         found = f"{wanted[0]:g} for all {len(table):,} questions"
         raise InputError(f"`target` {target} is {found}. Take other questions, or more responses.")
     return wanted
-
-
-def with_question_confidence(
-    entries: Sequence[QuestionSamples], values: Floats | Sequence[float], *, name: str
-) -> tuple[QuestionSamples, ...]:
-    found = []
-    for entry, value in zip(entries, values, strict=True):
-        scored = (replace(one, confidences={**one.confidences, name: float(value)}) for one in entry.samples)
-        found.append(replace(entry, samples=tuple(scored)))
-    return tuple(found)

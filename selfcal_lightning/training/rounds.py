@@ -176,10 +176,6 @@ def check_adapter(
     return difference
 
 
-def mean_logprob_difference(engine: Engine, network: PreTrainedModel, probes: Sequence[Probe]) -> float:
-    return _distance(_engine_logprobs(engine, probes), _network_logprobs(network, probes))
-
-
 def _distance(theirs: Sequence[float], ours: Sequence[float]) -> float:
     return math.fsum(abs(one - other) for one, other in zip(theirs, ours, strict=True)) / len(ours)
 

@@ -31,13 +31,8 @@ from selfcal_lightning.models.lora import (
     set_adapter_state,
 )
 from selfcal_lightning.records import Question, Request, Sample, SamplingSettings
-from selfcal_lightning.training.rounds import (
-    AdapterMismatchError,
-    Probe,
-    check_adapter,
-    make_probes,
-    mean_logprob_difference,
-)
+from selfcal_lightning.training import rounds
+from selfcal_lightning.training.rounds import AdapterMismatchError, Probe, check_adapter, make_probes
 
 
 @dataclass(frozen=True)
@@ -123,6 +118,10 @@ class Table:
         return {"engine": "table", "dtype": "float32"}
 
 
+def difference(engine: Engine, trained: Trained, probes: Sequence[Probe]) -> float:
+    return rounds._distance(rounds._engine_logprobs(engine, probes), rounds._network_logprobs(trained.network, probes))
+
+
 def test_the_difference_is_the_mean_over_tokens(trained: Trained) -> None:
     probes = trained.probes[:2]
     expected = []
@@ -130,8 +129,7 @@ def test_the_difference_is_the_mean_over_tokens(trained: Trained) -> None:
         with torch.no_grad():
             logprobs = trained.network(torch.tensor([probe.ids])).logits[0].double().log_softmax(-1)
         expected += [abs(math.log(0.25) - logprobs[place - 1, probe.ids[place]].item()) for place in probe.places]
-    measured = mean_logprob_difference(Table(0.25), trained.network, probes)
-    assert measured == pytest.approx(sum(expected) / len(expected), abs=1e-6)
+    assert difference(Table(0.25), trained, probes) == pytest.approx(sum(expected) / len(expected), abs=1e-6)
 
 
 @pytest.mark.parametrize("p", [math.nan, 0.0])
@@ -149,7 +147,7 @@ def refuses(engine: Engine, trained: Trained, bound: str) -> float:
     """The check fails, and the two adapters do differ by more than its bound."""
     with pytest.raises(AdapterMismatchError, match=f"at most {bound} in the mean"):
         check_adapter(engine, trained.network, trained.probes)
-    return mean_logprob_difference(engine, trained.network, trained.probes)
+    return difference(engine, trained, trained.probes)
 
 
 @pytest.mark.slow

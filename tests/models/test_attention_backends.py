@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ from selfcal_lightning.models.causal_lm import load_causal_lm
 from selfcal_lightning.models.chat_format import ChatFormat
 from selfcal_lightning.records import Message, Question, QuestionSamples, Request, Sample, SamplingSettings
 from selfcal_lightning.training import calibrated_model
-from selfcal_lightning.training.rounds import Probe, mean_logprob_difference
+from selfcal_lightning.training.rounds import Probe, _network_logprobs
 
 
 @pytest.fixture
@@ -74,8 +73,7 @@ def test_the_other_readers_leave_cudnn_out(tiny_model: str, chat: ChatFormat, ca
     TokenReader(network, chat).read([entry])
     assert _is_pinned(calls)
     calls.clear()
-    uniform = SimpleNamespace(next_token_probabilities=lambda prompts, ids, **_: [[0.1] * len(ids) for _ in prompts])
-    mean_logprob_difference(uniform, network, [Probe((*prompt, *response), (len(prompt),))])
+    _network_logprobs(network, [Probe((*prompt, *response), (len(prompt),))])
     assert _is_pinned(calls)
     assert cuda.cudnn_sdp_enabled()
 

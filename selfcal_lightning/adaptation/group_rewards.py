@@ -55,25 +55,16 @@ def _of_group(name: GroupReward, samples: Sequence[Sample], fusion: Fusion | Non
     if name in ANNOTATIONS:
         return [confidence_of(sample, ANNOTATIONS[name]) for sample in samples]
     if name == "equations":
-        return _equations(samples)
+        numbers = [arithmetic_value(answer) if answer else None for answer in answers]
+        checked = equation_validity([sample.text for sample in samples], numbers)
+        is_known = any(reward is not None for reward in checked)
+        return [0.0 if is_known and not answer else reward for reward, answer in zip(checked, answers, strict=True)]
     if name == REFERENCE:
-        return _references(samples)
+        verdicts = [sample.correct for sample in samples]
+        if all(verdict is None for verdict in verdicts):
+            return [None] * len(samples)
+        judged = zip(verdicts, answers, strict=True)
+        return [None if verdict is None and answer else float(bool(verdict)) for verdict, answer in judged]
     if fusion is None:
         raise InputError(f"Expected `fusion` with the reward {name!r}, but got None.")
     return [fusion.score_sample(sample) if sample.answer else 0.0 for sample in samples]
-
-
-def _equations(samples: Sequence[Sample]) -> Rewards:
-    numbers = [arithmetic_value(sample.answer) if sample.answer else None for sample in samples]
-    checked = equation_validity([sample.text for sample in samples], numbers)
-    if all(reward is None for reward in checked):
-        return checked
-    return [reward if sample.answer else 0.0 for reward, sample in zip(checked, samples, strict=True)]
-
-
-def _references(samples: Sequence[Sample]) -> Rewards:
-    if all(sample.correct is None for sample in samples):
-        return [None] * len(samples)
-    return [
-        float(bool(sample.correct)) if sample.correct is not None or not sample.answer else None for sample in samples
-    ]

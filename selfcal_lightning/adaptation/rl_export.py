@@ -118,19 +118,6 @@ def trl_table(rows: Sequence[TrainingRow]) -> pa.Table:
     return pa.Table.from_pylist(content, schema=schema)
 
 
-def openrlhf_row(row: TrainingRow) -> dict[str, Any]:
-    """Return a line of ``--data.prompt_dataset``; the label is JSON that our reward file reads."""
-    fields = row.reward_fields
-    return {"input": row.chat, "label": json.dumps(fields, ensure_ascii=False), "datasource": fields["data_source"]}
-
-
-def reference_row(row: TrainingRow) -> dict[str, Any]:
-    """Return a row of the reference system; key steps, as JSON, replace the response."""
-    steps = json.dumps({"key_steps": row.key_steps}, ensure_ascii=False) if row.key_steps else None
-    text = steps or row.example.sample.text
-    return {"question": row.example.question.text, "answer": row.label.text, "gpt_response": text}
-
-
 def _verl_row(row: TrainingRow, names: Sequence[str], selection_sha256: str) -> dict[str, Any]:
     fields = row.reward_fields
     return {
@@ -229,6 +216,15 @@ def _rows_files(rows: Sequence[TrainingRow], format: Format, selection: Selectio
     if format == "trl":
         return {"train.parquet": parquet_bytes(trl_table(rows))}
     if format == "openrlhf":
-        return {"train.jsonl": "".join(as_json_line(openrlhf_row(row)) for row in rows).encode()}
-    content = json.dumps(list(map(reference_row, rows)), indent=1, ensure_ascii=False)
-    return {"selected.json": f"{content}\n".encode()}
+        lines = []
+        for row in rows:  # our reward file reads the label
+            fields = row.reward_fields
+            label = json.dumps(fields, ensure_ascii=False)
+            lines.append(as_json_line({"input": row.chat, "label": label, "datasource": fields["data_source"]}))
+        return {"train.jsonl": "".join(lines).encode()}
+    content = []
+    for row in rows:  # key steps, as JSON, replace the response
+        steps = json.dumps({"key_steps": row.key_steps}, ensure_ascii=False) if row.key_steps else None
+        asked = {"question": row.example.question.text, "answer": row.label.text}
+        content.append({**asked, "gpt_response": steps or row.example.sample.text})
+    return {"selected.json": f"{json.dumps(content, indent=1, ensure_ascii=False)}\n".encode()}

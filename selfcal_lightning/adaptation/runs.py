@@ -19,7 +19,7 @@ from selfcal_lightning.data.store.shards import question_digest
 from selfcal_lightning.data.tasks.base import Part
 from selfcal_lightning.data.tasks.registry import check_slice, load_source
 from selfcal_lightning.engines.sampling.running import GenerationSettings, sample_questions
-from selfcal_lightning.engines.settings import EngineOptions, EngineSettings
+from selfcal_lightning.engines.settings import EngineSettings
 from selfcal_lightning.metrics.group_rewards import GroupReward, PoolTarget
 from selfcal_lightning.models.chat_format import Prompt
 from selfcal_lightning.records import Question, SamplingSettings
@@ -52,6 +52,11 @@ class QuestionSlice:
 
     def __post_init__(self) -> None:
         check_slice(self.offset, self.limit)
+
+    @property
+    def sampled(self) -> dict[str, Any]:
+        """Settings of a run that samples them; what is in its store is kept and extended."""
+        return {**asdict(self), "task": [self.task], "extend": True}
 
 
 def load_sets(slices: Mapping[str, QuestionSlice]) -> dict[str, list[Question]]:
@@ -178,7 +183,6 @@ def _keys(question: Question) -> tuple[str, tuple[str, str, str]]:
     return question_digest(replace(question, reference=None)), (question.task, question.id, question.text)
 
 
-QUESTIONS_PER_SHARD = 64
 GREEDY = SamplingSettings(temperature=0.0, edt_scale=None)
 
 
@@ -235,33 +239,10 @@ class Evaluation:
     ) -> SampledSet:
         store = (self.adapted_dir if adapted else self.base_dir) / name / label
         adapter = str(self.adapter) if adapted else None
-        sample_questions(
-            sampling_run(
-                self.slices[name], self.base_model, str(store), split="test", num_samples=num_samples,
-                engine=self.engine.of(revision=self.revision, adapter=adapter), sampling=sampling, seed=self.seed,
-                query=self.query, prompt=self.prompt,
-            )
+        own = GenerationSettings(
+            model=self.base_model, store_dir=str(store), **self.slices[name].sampled, store_split="test",
+            prompt=self.prompt, num_samples=num_samples, engine=self.engine.of(revision=self.revision, adapter=adapter),
+            sampling=sampling, seed=self.seed, query=self.query,
         )  # fmt: skip
+        sample_questions(own)
         return read_set(store).first(num_samples)  # a store of an earlier or shared evaluation may have more
-
-
-def sampling_run(
-    place: QuestionSlice,
-    model: str,
-    store_dir: str,
-    *,
-    split: str,
-    num_samples: int,
-    engine: EngineOptions,
-    sampling: SamplingSettings,
-    seed: int,
-    query: str,
-    prompt: Prompt | None,
-) -> GenerationSettings:
-    """Return the run that samples questions into a store under ``split``; what is there is kept and extended."""
-    return GenerationSettings(
-        model=model, store_dir=store_dir, task=[place.task], split=place.split, path=place.path, part=place.part,
-        limit=place.limit, offset=place.offset, store_split=split, chain_of_thought=place.chain_of_thought,
-        prompt=prompt, num_samples=num_samples, engine=engine, sampling=sampling, seed=seed, query=query,
-        questions_per_shard=QUESTIONS_PER_SHARD, extend=True,
-    )  # fmt: skip

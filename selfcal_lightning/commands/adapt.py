@@ -17,7 +17,7 @@ from selfcal_lightning.adaptation.selection_files import read_selection
 from selfcal_lightning.commands.score import run_score
 from selfcal_lightning.commands.two_stages import check_begun, check_fit, fit_stage, write_settings
 from selfcal_lightning.core.files import json_object_or_none, write_atomically
-from selfcal_lightning.engines.sampling.running import sample_questions
+from selfcal_lightning.engines.sampling.running import GenerationSettings, sample_questions
 from selfcal_lightning.engines.settings import EngineSettings
 from selfcal_lightning.evaluation.metrics import caution
 from selfcal_lightning.evaluation.tables import format_estimate, markdown_table, rich_table
@@ -121,9 +121,9 @@ def run_adapt(
         return {}
     write_settings(folder / CONFIG, settings)
     if one.reward in ANNOTATIONS:  # round 0 and the statistics of its tokens, unless they are there
-        own = runs.sampling_run(
-            questions, model, str(folder / runs.SAMPLES), split="train", num_samples=num_samples,
-            engine=engine.of(revision=revision), seed=seed, query=query, prompt=prompt,
+        own = GenerationSettings(
+            model=model, store_dir=str(folder / runs.SAMPLES), **questions.sampled, store_split="train",
+            num_samples=num_samples, engine=engine.of(revision=revision), seed=seed, query=query, prompt=prompt,
             sampling=SamplingSettings(temperature=1.0, edt_scale=None, max_new_tokens=sampling.max_new_tokens),
         )  # fmt: skip
         sample_questions(own)

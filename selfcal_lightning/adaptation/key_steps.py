@@ -198,7 +198,7 @@ _WAY_OUT = "What was extracted is kept; see to the service and start the same co
 @dataclass(slots=True)
 class _Job:
     example: Example
-    bad: str | None = None
+    reply: str | None = None
 
 
 class EngineExtractor:
@@ -250,26 +250,22 @@ class EngineExtractor:
                     pending.discard(response.request_id)
                     job = jobs[response.request_id]
                     reply = read_reply(response.text)
-                    if reply.steps is None and job.bad is None and self._can_repair(job, response.text, room):
+                    is_first, job.reply = job.reply is None, response.text
+                    if reply.steps is not None:
+                        yield checked_steps(job.example, reply.steps, repaired=not is_first)
+                    elif is_first and len(self._prompt(job)) <= room:  # ask once more
                         pending |= set(self._engine.submit([self._request(response.request_id, job)]))
-                    elif reply.steps is None:
-                        yield _none(job.example, str(reply.reason), repaired=job.bad is not None)
                     else:
-                        yield checked_steps(job.example, reply.steps, repaired=job.bad is not None)
+                        yield _none(job.example, str(reply.reason), repaired=True)
         finally:
             self._engine.cancel(pending)
         if failures:
             raise RequestsFailedError(failures)
 
-    def _can_repair(self, job: _Job, reply: str, room: int) -> bool:
-        """Keep an unreadable reply; return whether there is room to ask once more."""
-        job.bad = reply
-        return len(self._prompt(job)) <= room
-
     def _prompt(self, job: _Job) -> tuple[int, ...]:
         messages = [Message("system", SYSTEM), Message("user", question_about(job.example.sample.text))]
-        if job.bad is not None:
-            messages += [Message("assistant", job.bad), Message("user", REPAIR)]
+        if job.reply is not None:
+            messages += [Message("assistant", job.reply), Message("user", REPAIR)]
         return self._chat.prompt_ids(messages)
 
     def _request(self, name: str, job: _Job) -> Request:
@@ -292,7 +288,6 @@ def _none(example: Example, reason: str, *, repaired: bool = False) -> Extracted
 @dataclass(frozen=True)
 class KeySteps:
     extractor: Mapping[str, Any]
-    selection_sha256: str
     found: tuple[Extracted, ...]
 
     @property
@@ -328,7 +323,7 @@ def read_key_steps(selection: Selection) -> KeySteps | None:
     content = read_record(file, dict)
     if content["selection_sha256"] != selection.sha256:
         raise InputError(f"{file} is of an earlier selection. Run `selfcal extract-steps --overwrite true`.")
-    return KeySteps(content["extractor"], content["selection_sha256"], tuple(map(_from_json, content["found"])))
+    return KeySteps(content["extractor"], tuple(map(_from_json, content["found"])))
 
 
 def check_extractor(selection: Selection, extractor: Mapping[str, Any], *, overwrite: bool) -> list[Extracted]:
@@ -350,10 +345,10 @@ def check_extractor(selection: Selection, extractor: Mapping[str, Any], *, overw
 
 
 def write_key_steps(selection: Selection, extractor: Mapping[str, Any], found: Iterable[Extracted]) -> KeySteps:
-    steps = KeySteps(extractor, selection.sha256, tuple(sorted(found, key=lambda one: one.key)))
+    steps = KeySteps(extractor, tuple(sorted(found, key=lambda one: one.key)))
     content = {
         "extractor": dict(extractor),
-        "selection_sha256": steps.selection_sha256,
+        "selection_sha256": selection.sha256,
         "rates": steps.rates,
         "found": [asdict(one) for one in steps.found],
     }

@@ -40,16 +40,6 @@ def pool_agreement(answers: Answers, earlier: Answers) -> float | None:
     return sum(votes[answer] for answer in answers if answer) / (len(answers) * len(earlier))
 
 
-def own_agreement(answers: Answers) -> float | None:
-    """Return the chance that two different responses of a pool agree; None with fewer than two.
-
-    Example:
-        >>> own_agreement(["7", "7", "8"])
-        0.3333333333333333
-    """
-    return agreeing_pairs([answer or None for answer in answers])
-
-
 def round_monitors(
     answers: Sequence[Answers],
     earlier: Sequence[Answers],
@@ -62,7 +52,11 @@ def round_monitors(
     if not answers:
         raise InputError("Expected `answers` to hold at least one question, but got none.")
     pairs = list(zip(answers, earlier, strict=True))
-    agreements = [own_agreement(one) if is_first else pool_agreement(one, other) for one, other in pairs]
+    # Of round 0 with itself: of two different responses.
+    agreements = [
+        agreeing_pairs([answer or None for answer in one]) if is_first else pool_agreement(one, other)
+        for one, other in pairs
+    ]
     leaders = [(majority_answer(one), majority_answer(other)) for one, other in pairs]
     flat = [answer for group in answers for answer in group]
     shares = [_shares(group) for group in answers]

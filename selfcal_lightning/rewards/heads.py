@@ -183,7 +183,7 @@ def merged_trunk(
     revision: str | None,
     lora: LoraSettings | None,
     dtype: torch.dtype,
-    is_public: bool = False,
+    is_public: bool,
 ) -> PreTrainedModel:
     """Return a copy of the trunk on the CPU with the adapter merged into it."""
     name = cast("Dtype", str(dtype).removeprefix("torch."))

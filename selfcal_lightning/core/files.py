@@ -126,6 +126,17 @@ def open_lines(path: Path, *, begin: bytes, way_out: str) -> tuple[BinaryIO, lis
     return file, whole.splitlines()
 
 
+def append_line(file: BinaryIO, content: Mapping[str, Any]) -> None:
+    """Append one line to a file of :func:`open_lines`: all of it, or nothing where the disk is full."""
+    line, before = as_json_line(content).encode(), os.fstat(file.fileno()).st_size
+    try:
+        while line:
+            line = line[os.write(file.fileno(), line) :]
+    except OSError:
+        os.ftruncate(file.fileno(), before)
+        raise
+
+
 def as_json_line(content: Mapping[str, Any]) -> str:
     """Return ``content`` as one line of a JSONL file, newline included."""
     return json.dumps(content, ensure_ascii=False, allow_nan=False) + "\n"

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from selfcal_lightning.core.errors import InputError, RunError
-from selfcal_lightning.core.files import as_json_line, line_error, open_lines, read_json_lines, write_atomically
+from selfcal_lightning.core.files import append_line, line_error, open_lines, read_json_lines, write_atomically
 from selfcal_lightning.core.progress import Progress
 from selfcal_lightning.records import sample_seed
 from selfcal_lightning.serving.app import Service
@@ -98,8 +98,7 @@ async def run_requests(
                 _LOG.exception("A request failed.")
                 status, content = 500, Refused(500, f"{type(error).__name__}: {error}").as_json()
             response = {"status_code": status, "request_id": own_id, "body": content}
-            file.write(as_json_line({"id": own_id, "custom_id": name, "response": response, "error": None}).encode())
-            file.flush()
+            append_line(file, {"id": own_id, "custom_id": name, "response": response, "error": None})
             statuses[status] += 1
             bar.update(1)
 

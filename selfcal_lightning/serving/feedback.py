@@ -11,7 +11,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from selfcal_lightning.core.files import as_json_line, open_lines, read_json_lines
+from selfcal_lightning.core.files import append_line, open_lines, read_json_lines
 from selfcal_lightning.metrics.calibration import brier_score, expected_calibration_error
 from selfcal_lightning.records import Sample
 from selfcal_lightning.serving.bodies import Refused
@@ -48,13 +48,13 @@ class Feedback:
         """Take a label in; an answer has one."""
         if name in self.labelled:
             raise Refused(409, f"Request {name!r} has its label already.", param="request_id")
-        if (line := self.answers.pop(name, None)) is None:
+        if (line := self.answers.get(name)) is None:
             raise Refused(404, f"Request {name!r} is none of the last {REMEMBERED:,} answers.", param="request_id")
         (response,) = line["responses"]
         response["correct"] = correct
         if self.path is not None:
-            self.file.write(as_json_line(line).encode())
-            self.file.flush()
+            append_line(self.file, line)
+        del self.answers[name]
         self.labelled[name] = response["confidence"].get(TOLD), correct
 
 

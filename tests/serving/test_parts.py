@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import math
+import resource
 import signal
 import socket
 from dataclasses import replace
@@ -231,6 +232,24 @@ def test_a_torn_label_is_cut_off_and_the_metrics_read_what_clients_were_told(tmp
         file.write('{"id": "c", "resp')
     again = Feedback(tmp_path)
     assert again.labelled == {"a": (0.9, True), "b": (0.3, False)}
+
+
+def test_a_label_that_the_disk_has_no_room_for_can_be_sent_again(tmp_path: Path) -> None:
+    feedback, limits = Feedback(tmp_path), resource.getrlimit(resource.RLIMIT_FSIZE)
+    for name in ("a", "b"):
+        feedback.remember(name, "?", Sample(name, 0, 0, "4", (1,), "stop", "4", None), told=0.9)
+    feedback.label("a", correct=True)
+    whole = (tmp_path / "labels.jsonl").read_bytes()
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (len(whole) + 20, limits[1]))
+        with pytest.raises(OSError, match="File too large"):
+            feedback.label("b", correct=True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert (tmp_path / "labels.jsonl").read_bytes() == whole
+    feedback.label("b", correct=False)
+    feedback.file.close()
+    assert Feedback(tmp_path).labelled == {"a": (0.9, True), "b": (0.9, False)}
 
 
 def test_a_fault_of_ours_is_one_requests_own(caplog: pytest.LogCaptureFixture) -> None:

@@ -282,6 +282,13 @@ def test_ids_of_a_batch_that_name_two_questions_are_refused(tmp_path: Path) -> N
         imported(output, reply("a", "4"), questions=questions)
 
 
+@pytest.mark.parametrize("prompt", [["2+2?", "3+3?"], [1, 2, 3], [[1, 2]]])
+def test_a_request_of_a_batch_that_holds_several_prompts_or_tokens_is_refused(tmp_path: Path, prompt: list) -> None:
+    requests = write_lines(tmp_path / "in.jsonl", {"custom_id": "a", "body": {"prompt": prompt}})
+    with pytest.raises(InputError, match=r"in\.jsonl:1: .*`prompt` to be one text"):
+        imported(tmp_path / "out.jsonl", reply("a", "4", "6"), requests=requests, task="local_number")
+
+
 def test_an_id_that_ends_like_the_number_of_a_response_is_an_id(tmp_path: Path) -> None:
     rows = reply("alg#1", "4"), reply("alg#2", "6"), reply("alg#2#1", "5")
     asked = TWO_AND_TWO | {"id": "alg#1"}, THREE_AND_THREE | {"id": "alg#2"}

@@ -306,6 +306,9 @@ def read_openai_batch(log: Log) -> Iterator[LoggedResponse]:
             body = row.get("body") or {}
             sent = next((body[name] for name in ("messages", "prompt", "input") if body.get(name)), None)
             name = str(_needed(log.requests, number, row, "custom_id"))
+            if isinstance(many := body.get("prompt"), list) and (len(many) > 1 or not _texts(many)):
+                found = f"a list of {len(many)} in {name!r}: write one request for each text"
+                raise line_error(log.requests, number, "`prompt` to be one text", found)
             if asked.setdefault(name, sent) != sent:
                 raise line_error(log.requests, number, "`custom_id` to name one prompt", f"{name!r} for two")
             times[name] += 1

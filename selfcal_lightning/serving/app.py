@@ -11,6 +11,7 @@ import math
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -38,7 +39,7 @@ from selfcal_lightning.records import Message, Sample, SamplingSettings
 from selfcal_lightning.serving import bodies
 from selfcal_lightning.serving.bodies import ChatBody, Refused, read_body, refusal_of
 from selfcal_lightning.serving.decisions import Decision
-from selfcal_lightning.serving.desk import Desk, Job, Outcome, Reader
+from selfcal_lightning.serving.desk import Desk, Job, Outcome, Probabilities, Reader
 from selfcal_lightning.serving.feedback import Feedback, Metrics
 from selfcal_lightning.serving.replies import STATED, Calibration, Reply, chunk_head, delta, make_reply
 from selfcal_lightning.serving.settings import ServiceSettings
@@ -256,9 +257,8 @@ class Service:
         """Read the chance that a response which somebody else wrote is right."""
         body: bodies.ConfidenceBody = read_body(bodies.ConfidenceBody, await self.read(request))
         self.check_model(body.model)
-        self.admit()
         messages = [turn.as_message() for turn in body.messages]
-        (sample,) = await self.in_time(request, self.desk.do(lambda: self.score(messages, [body.response])))
+        (sample,) = await self.in_time(request, partial(self.score, messages, [body.response]))
         answer = self.reader(body.task).extract(body.response)
         name, stated = f"conf-{uuid.uuid4().hex}", confidence_of(sample, self.confidence or "")
         known = {} if stated is None or answer is None else {STATED: stated}
@@ -272,39 +272,56 @@ class Service:
             "label_mass": (sample.yes_mass or 0.0) + (sample.no_mass or 0.0),
         })  # fmt: skip
 
-    async def in_time(self, request: Request, work: Coroutine[Any, Any, T]) -> T:
+    async def in_time(self, request: Request, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Return what ``work`` returns, unless its client goes or the server's deadline comes."""
+        self.admit()
+        self.desk.readings += 1
         try:
             async with asyncio.timeout(self.limits.deadline_s):
-                return await unless_gone(request.receive, work)
+                return await unless_gone(request.receive, work())
         except TimeoutError:
             raise Refused(504, f"Reading took longer than the deadline, {self.limits.deadline_s:g} seconds.") from None
+        finally:
+            self.desk.readings -= 1
 
-    def score(self, messages: list[Message], texts: list[str]) -> list[Sample]:
-        """Return responses with their confidences; for the desk's thread."""
+    async def score(self, messages: list[Message], texts: list[str]) -> list[Sample]:
+        """Return responses with their confidences."""
         if self.desk.engine is None:
             raise Refused(501, "The server behind this one gives no token ids, so no response can be read.")
         chat, query = self.desk.chat, self.desk.chat.query
-        self.desk.reading = prompt = chat.prompt_ids(messages)
-        ids = [chat.response_ids(text) for text in texts]
-        prompts = [(*prompt, *response, *query.suffix_ids) for response in ids]
-        masses = self.desk.engine.next_token_probabilities(prompts, (*query.yes_ids, *query.no_ids))
+        wanted, n = (*query.yes_ids, *query.no_ids), len(query.yes_ids)
+
+        def ask() -> tuple[tuple[int, ...], list[tuple[int, ...]], Future[Probabilities]]:
+            prompt, ids = chat.prompt_ids(messages), [chat.response_ids(text) for text in texts]
+            prompts = [(*prompt, *response, *query.suffix_ids) for response in ids]
+            return prompt, ids, self.desk.probabilities(prompts, wanted)
+
+        def add(prompt: tuple[int, ...], samples: list[Sample]) -> list[Sample]:
+            self.desk.reading = prompt
+            return [add_scores(sample, self.calibration.of_samples) for sample in samples]
+
+        prompt, ids, asked = await self.desk.do(ask)
+        masses = await asyncio.wrap_future(asked)
         if None in masses:
             raise Refused(400, "The engine refuses to read this: it may be longer than the model's context.")
-        n = len(query.yes_ids)
         samples = [
             Sample("", i, 0, text, response, "stop", None, None, yes_mass=mass_of(row[:n]), no_mass=mass_of(row[n:]))
             for i, (text, response, row) in enumerate(zip(texts, ids, masses, strict=True))
         ]
-        return [add_scores(sample, self.calibration.of_samples) for sample in samples]
+        return await self.desk.do(partial(add, prompt, samples))
 
-    def decide(self, question: str, labels: list[str]) -> tuple[list[Sample], list[float], int]:
+    async def decide(self, question: str, labels: list[str]) -> tuple[list[Sample], list[float], int]:
         """Return the labels as responses to a question, their chance as its next token, and the prompt's length."""
         messages = [Message("user", question)]
-        samples, chat = self.score(messages, labels), self.desk.chat
-        prompt, first = chat.prompt_ids(messages), [chat.response_ids(label)[0] for label in labels]
-        (row,) = self.desk.engine.next_token_probabilities([prompt], first)
-        return samples, row or [0.0], len(prompt)
+        samples, chat = await self.score(messages, labels), self.desk.chat
+
+        def ask() -> tuple[int, Future[Probabilities]]:
+            prompt, first = chat.prompt_ids(messages), [chat.response_ids(label)[0] for label in labels]
+            return len(prompt), self.desk.probabilities([prompt], first)
+
+        length, asked = await self.desk.do(ask)
+        (row,) = await asyncio.wrap_future(asked)
+        return samples, row or [0.0], length
 
     async def systemone(self, request: Request) -> Response:
         """Read a chance for each allowed answer, each as if it were a response."""
@@ -312,15 +329,13 @@ class Service:
         self.check_model(body.model)
         if self.calibration.probe is not None:
             raise Refused(501, "A probe reads the states before the last token, where all options are the same.")
-        self.admit()
         decisions = {name: Decision(name, question) for name, question in body.questions.items()}
         answers, diagnostics, tokens = {}, {}, 0
 
         async def read_all() -> list[tuple[list[Sample], list[float], int]]:
-            each = [partial(self.decide, one.text(body), one.labels) for one in decisions.values()]
-            return [await self.desk.do(work) for work in each]
+            return [await self.decide(one.text(body), one.labels) for one in decisions.values()]
 
-        found = await self.in_time(request, read_all())
+        found = await self.in_time(request, read_all)
         for (name, decision), (samples, row, spent) in zip(decisions.items(), found, strict=True):
             answers[name] = decision.answer([confidence_of(one, self.confidence or "") or 0.0 for one in samples])
             mass = min(sum(row), 1.0)

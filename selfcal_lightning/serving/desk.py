@@ -40,6 +40,7 @@ TURN = 0.1  # seconds that newcomers may take at once, while deadlines wait
 _CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 _LOG = logging.getLogger(__name__)
 T = TypeVar("T")
+Probabilities = list[list[float] | None]  # of each prompt; None where the engine refuses it
 
 
 class Reader:
@@ -190,11 +191,12 @@ class Desk:
             on_failed=_LOG.warning,
         )
         self.reading: tuple[int, ...] = ()  # the prompt of a response that somebody else wrote
+        self.readings = 0  # requests in work that read such responses
         self.died: Exception | None = None
         self.cancelled_tokens = 0
         self._driver = Driver(self, self.source, on_verdict=self._on_verdict, on_arrival=self._on_arrival)
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._ends, self._doing, self._lock = False, 0, threading.Lock()
+        self._ends, self._lock = False, threading.Lock()
         self._thread = threading.Thread(target=self._run, name="selfcal-desk", daemon=True)
         self._thread.start()
 
@@ -220,7 +222,7 @@ class Desk:
             job.is_prepared = True
 
         try:
-            await self._in_thread(add)
+            await self.do(add)
         except InputError as error:
             del self.jobs[job.id]
             raise Refused(400, str(error), param="messages") from None
@@ -235,13 +237,6 @@ class Desk:
 
     async def do(self, work: Callable[[], T]) -> T:
         """Run ``work`` in the thread between two polls and return what it returns."""
-        self._doing += 1
-        try:
-            return await self._in_thread(work)
-        finally:
-            self._doing -= 1
-
-    async def _in_thread(self, work: Callable[[], T]) -> T:
         future: Future[T] = Future()
 
         def run() -> None:
@@ -258,15 +253,23 @@ class Desk:
             self._inbox.put(run)
         return await asyncio.wrap_future(future)
 
+    def probabilities(self, prompts: Sequence[Sequence[int]], token_ids: Sequence[int]) -> Future[Probabilities]:
+        """Ask for next-token probabilities, in the thread; a server's answer is awaited outside of it."""
+        if (begin := getattr(self.engine, "begin_probabilities", None)) is not None:
+            return cast(Future[Probabilities], begin(prompts, token_ids))
+        future: Future[Probabilities] = Future()
+        future.set_result(self.engine.next_token_probabilities(prompts, token_ids))
+        return future
+
     @property
     def load(self) -> int:
         """Questions and other requests in work or waiting."""
-        return len(self.jobs) + self._doing
+        return len(self.jobs) + self.readings
 
     async def close(self, patience: float) -> None:
         """Answer what is in work for so many seconds, the rest by what has been drawn, and end the thread."""
         until = time.monotonic() + patience
-        while self.jobs and self.died is None and time.monotonic() < until:
+        while self.load and self.died is None and time.monotonic() < until:
             await asyncio.sleep(PATIENCE)
         for job in list(self.jobs.values()):
             job.deadline = 0.0

@@ -8,15 +8,22 @@ import math
 import resource
 import signal
 import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
 from support.driver_fakes import live
 from support.fakes import FakeChat, FakeEngine, FakeTask, fake_questions
+from support.openai_engines import canned, connecting
+from support.openai_server import Exchange, FakeServer, is_silent
 from support.processes import free_port
 
 from selfcal_lightning.commands import serve
@@ -28,6 +35,7 @@ from selfcal_lightning.confidence.scaling import PlattMap, Scaler
 from selfcal_lightning.confidence.splits import FittedOn
 from selfcal_lightning.core.errors import InputError, MissingPackageError, RunError
 from selfcal_lightning.data.tasks.registry import get_task
+from selfcal_lightning.engines.openai.engine import OpenAIEngine
 from selfcal_lightning.engines.openai.wire import ServerError
 from selfcal_lightning.engines.settings import EngineOptions
 from selfcal_lightning.inference import chat_source, choices
@@ -35,12 +43,13 @@ from selfcal_lightning.inference.driver import Driver
 from selfcal_lightning.inference.sources import Draws, EngineSource
 from selfcal_lightning.inference.thresholds import FittedThreshold
 from selfcal_lightning.inference.voting import SelfConsistency
+from selfcal_lightning.models.chat_format import ChatFormat
 from selfcal_lightning.records import Question, Sample, SamplingSettings, Verdict
 from selfcal_lightning.serving import running
 from selfcal_lightning.serving.app import Service
 from selfcal_lightning.serving.batch import run_requests
 from selfcal_lightning.serving.bodies import ChatBody, Refused, Turn, read_body, split_name
-from selfcal_lightning.serving.desk import Job, Outcome, Reader
+from selfcal_lightning.serving.desk import Desk, Job, Outcome, Reader
 from selfcal_lightning.serving.feedback import Feedback, from_labels
 from selfcal_lightning.serving.replies import Calibration, Reply
 from selfcal_lightning.serving.settings import Limits, ServiceSettings
@@ -355,6 +364,76 @@ def service(fitted: FittedThreshold | None = None) -> Service:
     desk: Any = SimpleNamespace(jobs={}, cancelled_tokens=0, confidence="p_true", engine=None, chat=None, source=source)
     sampling = SamplingSettings(edt_scale=None)
     return Service(ServiceSettings("m"), desk, sampling=sampling, feedback=Feedback(None), fitted=fitted)
+
+
+@contextmanager
+def over_upstream(engine: OpenAIEngine, chat: ChatFormat, **limits: Any) -> Iterator[Service]:
+    """Make a server before a server, in this process."""
+    sampling = SamplingSettings(edt_scale=None, max_new_tokens=20)
+    desk = Desk(partial(EngineSource, engine, chat, sampling=sampling), engine=engine, chat=chat, confidence="p_true")
+    yield Service(ServiceSettings("m", limits=Limits(**limits)), desk, sampling=sampling, feedback=Feedback(None))
+    asyncio.run(desk.close(0.0))
+
+
+READ = {"/v1/confidence": {"model": "m", "messages": [{"role": "user", "content": "?"}], "response": "4"},
+        "/v1/systemone": {"state": "?", "questions": {"n": {"type": "noul"}, "o": {"type": "noul"}}}}  # fmt: skip
+
+
+@pytest.mark.parametrize("path", READ)
+def test_reading_at_a_server_that_hangs_delays_no_question(chat: ChatFormat, tiny_model: str, path: str) -> None:
+    upstream = FakeServer(canned(chat), chat.tokenizer)
+
+    async def ask(server: Service) -> tuple[int, int, float]:
+        async with client_of(server) as client:
+            reading = asyncio.create_task(client.post(path, json=READ[path]))
+            while not upstream.completions():
+                await asyncio.sleep(0.01)
+            began, asked = time.monotonic(), {"model": "m", "messages": MESSAGES, "selfcal": {"max_samples": 1}}
+            answer = await client.post("/v1/chat/completions", json=asked)
+            took = time.monotonic() - began
+            return answer.status_code, (await reading).status_code, took
+
+    with connecting(upstream, tiny_model, chat) as connect:
+        engine = connect()
+        engine.submit([])  # it has looked at the server
+        upstream.faults.append(is_silent())
+        with over_upstream(engine, chat, deadline_s=2.0) as server:
+            answered, read, took = asyncio.run(ask(server))
+            assert server.desk.load == 0
+    upstream.close()
+    assert (answered, read) == (200, 504)
+    assert took < 1.0
+
+
+def client_of(server: Service) -> httpx.AsyncClient:
+    return httpx.AsyncClient(transport=httpx.ASGITransport(server.app()), base_url="http://localhost")
+
+
+def test_readings_count_for_the_queue_at_once_and_are_answered_before_the_end(
+    chat: ChatFormat, tiny_model: str
+) -> None:
+    upstream = FakeServer(canned(chat), chat.tokenizer)
+
+    async def wait(exchange: Exchange) -> None:
+        await asyncio.sleep(0.5)
+        await upstream._complete(exchange)
+
+    async def ask(server: Service) -> list[int]:
+        async with client_of(server) as client:
+            path = "/v1/systemone"
+            both = asyncio.gather(*(client.post(path, json=READ[path]) for _ in range(2)))
+            while not upstream.completions():
+                await asyncio.sleep(0.01)
+            await server.desk.close(10.0)
+            return [response.status_code for response in await both]
+
+    with connecting(upstream, tiny_model, chat) as connect:
+        engine = connect()
+        engine.submit([])
+        upstream.faults.append(wait)
+        with over_upstream(engine, chat, max_queue=1) as server:
+            assert asyncio.run(ask(server)) == [200, 429]
+    upstream.close()
 
 
 def make_job(server: Service, asked: dict[str, Any]) -> Job:

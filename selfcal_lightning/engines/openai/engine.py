@@ -8,6 +8,7 @@ import math
 import queue
 import time
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -179,7 +180,8 @@ class OpenAIEngine:
         self._ensure_open()
         until = math.inf if patience is None else time.monotonic() + patience
         while self._flights and not self._in_flight.has_news and (left := until - time.monotonic()) > 0.0:
-            self._work(None if patience is None else left)
+            with suppress(queue.Empty):
+                self._take_in(*self._jobs.take(None if patience is None else left))
         self._work_off()
         return self._in_flight.deliver()
 
@@ -197,22 +199,33 @@ class OpenAIEngine:
     def next_token_probabilities(
         self, prompts: Sequence[Sequence[int]], token_ids: Sequence[int], *, with_adapter: bool = True
     ) -> list[list[float] | None]:
+        future = self.begin_probabilities(prompts, token_ids, with_adapter=with_adapter)
+        try:
+            return future.result()
+        finally:
+            future.cancel()  # where the wait was interrupted
+
+    def begin_probabilities(
+        self, prompts: Sequence[Sequence[int]], token_ids: Sequence[int], *, with_adapter: bool = True
+    ) -> Future[list[list[float] | None]]:
+        """Ask for ``next_token_probabilities`` without waiting; cancelling the result frees the server."""
         self._ensure_started()
         if not with_adapter and self._identity["adapter"] is not None and self._query_ids is None:
             raise InputError("Expected `with_adapter`, since the server has no name for the model without its adapter.")
         check_prompts(prompts, self.max_context)
-        numbers = [next(self._numbers) for _ in prompts]
-        self._in_flight.scores |= dict.fromkeys(numbers)
-        score = partial(self._probabilities, token_ids=tuple(token_ids), with_adapter=with_adapter)
-        jobs = [(n, partial(score, tuple(p))) for n, p in zip(numbers, prompts, strict=True)]
-        self._jobs.add(jobs, first=True)
-        try:
-            while self._in_flight.awaits_score(numbers):
-                self._work()
-        finally:
-            self._jobs.drop(numbers)
-            answers = [self._in_flight.scores.pop(number) for number in numbers]
-        return read_scores([[answer] for answer in answers])
+        jobs = self._jobs
+
+        async def score_one(prompt: tuple[int, ...]) -> list[float] | Failure:
+            try:
+                return await self._probabilities(prompt, tuple(token_ids), with_adapter=with_adapter)
+            except ServerError as error:
+                return self._failure(error)
+
+        async def score_all() -> list[list[float] | None]:
+            answers = await jobs.run_first([partial(score_one, tuple(prompt)) for prompt in prompts])
+            return read_scores([[answer] for answer in answers])
+
+        return jobs.start(score_all())
 
     def describe(self) -> dict[str, Any]:
         self._ensure_started()
@@ -338,24 +351,19 @@ class OpenAIEngine:
         name = self._facts.adapter if awake else self._facts.served_model
         return await score(self._transport, name, prompt, token_ids, deadline or self._time_limit())
 
-    def _work(self, patience: float | None = None) -> None:
-        with suppress(queue.Empty):
-            self._take_in(*self._jobs.take(patience))
-
     def _work_off(self) -> None:
         for outcome in self._jobs.take_ready() if self._jobs is not None else ():
             self._take_in(*outcome)
 
     def _take_in(self, number: int, result: Any, error: BaseException | None) -> None:
-        failure = None
-        if isinstance(error, ServerError):
-            failure = Failure(presentable(str(error), key=self._key), is_refusal=is_refusal(error))
-        elif error is not None:
+        if error is not None and not isinstance(error, ServerError):
             raise error
-        if number in self._in_flight.scores:
-            self._in_flight.scores[number] = result if failure is None else failure
-        elif (flight := self._flights.pop(number, None)) is not None:  # else it finished while it was being dropped
-            if failure is None:
-                self._in_flight.answer(result)
-            else:
-                self._in_flight.fail(flight.request.id, failure)
+        if (flight := self._flights.pop(number, None)) is None:
+            return  # it finished while it was being dropped
+        if error is None:
+            self._in_flight.answer(result)
+        else:
+            self._in_flight.fail(flight.request.id, self._failure(error))
+
+    def _failure(self, error: ServerError) -> Failure:
+        return Failure(presentable(str(error), key=self._key), is_refusal=is_refusal(error))

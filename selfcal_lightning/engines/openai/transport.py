@@ -13,6 +13,7 @@ import re
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
+from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from functools import partial
 from http import HTTPStatus
@@ -44,6 +45,7 @@ _OWN_FAULTS = {HTTPStatus.BAD_REQUEST, HTTPStatus.REQUEST_ENTITY_TOO_LARGE, HTTP
 T = TypeVar("T")
 Job = Callable[[], Coroutine[Any, Any, Any]]
 Outcome = tuple[int, Any, BaseException | None]
+Key = int | asyncio.Future[Any]  # a job's number, or what waits for its result in the loop
 
 
 def check_base_url(base_url: str, *, allow_http: bool = False) -> str:
@@ -90,22 +92,35 @@ class BackgroundJobs:
 
     def __init__(self, *, limit: int) -> None:
         self._limit = limit
-        self._waiting: deque[tuple[int, Job]] = deque()
-        self._running: dict[int, asyncio.Task[Any]] = {}
+        self._waiting: deque[tuple[Key, Job]] = deque()
+        self._running: dict[Key, asyncio.Task[Any]] = {}
         self._outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="selfcal-server", daemon=True)
         self._thread.start()
 
+    def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        future = self.start(work)
         try:
             return future.result()
         finally:
             future.cancel()  # where the wait was interrupted; one that is done stays as it is
 
-    def add(self, jobs: Sequence[tuple[int, Job]], *, first: bool = False) -> None:
-        self._loop.call_soon_threadsafe(self._queue, list(jobs), first)
+    async def run_first(self, jobs: Sequence[Job]) -> list[Any]:
+        """Return the results of jobs that go before all that wait; for work in the loop."""
+        keys = [self._loop.create_future() for _ in jobs]
+        self._waiting.extendleft(reversed(list(zip(keys, jobs, strict=True))))
+        self._fill()
+        try:
+            return await asyncio.gather(*keys)
+        finally:
+            await self._drop(set(keys))
+
+    def add(self, jobs: Sequence[tuple[int, Job]]) -> None:
+        self._loop.call_soon_threadsafe(self._queue, list(jobs))
 
     def take(self, patience: float | None = None) -> Outcome:
         """Wait for a job to finish; raises queue.Empty when ``patience``, in seconds, ends."""
@@ -131,31 +146,36 @@ class BackgroundJobs:
         self._thread.join()
         self._loop.close()
 
-    def _queue(self, jobs: list[tuple[int, Job]], first: bool) -> None:
-        if first:
-            self._waiting.extendleft(reversed(jobs))
-        else:
-            self._waiting.extend(jobs)
+    def _queue(self, jobs: list[tuple[int, Job]]) -> None:
+        self._waiting.extend(jobs)
         self._fill()
 
     def _fill(self) -> None:
         while self._waiting and len(self._running) < self._limit:
-            number, job = self._waiting.popleft()
-            task = self._loop.create_task(job())
-            self._running[number] = task
-            task.add_done_callback(partial(self._on_done, number))
+            key, job = self._waiting.popleft()
+            task = self._running[key] = self._loop.create_task(job())
+            task.add_done_callback(partial(self._on_done, key))
 
-    def _on_done(self, number: int, task: asyncio.Task[Any]) -> None:
-        del self._running[number]
-        if not task.cancelled():
-            error = task.exception()
-            self._outcomes.put((number, None if error else task.result(), error))
+    def _on_done(self, key: Key, task: asyncio.Task[Any]) -> None:
+        del self._running[key]
+        error = None if task.cancelled() else task.exception()
+        if isinstance(key, int) and not task.cancelled():
+            self._outcomes.put((key, None if error else task.result(), error))
+        elif isinstance(key, asyncio.Future) and not key.done():
+            if task.cancelled():
+                key.cancel()
+            elif error is not None:
+                key.set_exception(error)
+            else:
+                key.set_result(task.result())
         self._fill()
 
-    async def _drop(self, numbers: set[int] | None) -> None:
-        unwanted = self._running.keys() if numbers is None else self._running.keys() & numbers
-        begun = [self._running[number] for number in unwanted]
-        self._waiting = deque(item for item in self._waiting if numbers is not None and item[0] not in numbers)
+    async def _drop(self, keys: set[Key] | None) -> None:
+        """Cancel jobs, or all work in the loop."""
+        begun = asyncio.all_tasks() - {asyncio.current_task()}
+        if keys is not None:
+            begun = {task for key, task in self._running.items() if key in keys}
+        self._waiting = deque(item for item in self._waiting if keys is not None and item[0] not in keys)
         for task in begun:
             task.cancel()
         await asyncio.gather(*begun, return_exceptions=True)

@@ -148,6 +148,11 @@ def test_a_batch_that_could_answer_nothing_is_refused_at_once(here: Path, option
     assert Path("in.jsonl").read_text() == '{"custom_id": "a"}'
 
 
+def test_no_tokens_at_all_are_not_taken_for_no_limit() -> None:
+    with pytest.raises(InputError, match="max_tokens_in_all"):
+        Limits(max_tokens_in_all=0)
+
+
 @pytest.mark.parametrize(("port", "said"), [(99_999, "port"), (0, "port"), (None, "listen")])
 def test_a_port_that_cannot_be_had_is_told_before_the_model_is_loaded(port: int | None, said: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(InputError, match=said):

@@ -53,13 +53,12 @@ class Decision:
         top = max(range(len(stated)), key=stated.__getitem__)
         found: dict[str, Any] = {"type": self.type, "confidence": stated[top]}
         if self.type == "score":
-            found |= {"score": sum(level * share for level, share in enumerate(shares))}
-            return found | {
-                "legend": dict(zip(self.labels, self.names, strict=True)),
-                "probabilities": dict(zip(self.labels, shares, strict=True)),
-            }
-        found |= {"noul": shares[0]} if self.type == "noul" else {"choice": self.names[top]}
-        return found | {"probabilities": dict(zip(self.names, shares, strict=True))}
+            found["score"] = sum(level * share for level, share in enumerate(shares))
+            found["legend"] = dict(zip(self.labels, self.names, strict=True))
+        else:
+            found[self.type] = shares[0] if self.type == "noul" else self.names[top]
+        names = self.labels if self.type == "score" else self.names
+        return found | {"probabilities": dict(zip(names, shares, strict=True))}
 
 
 def _options(kind: str, criteria: Any) -> list[tuple[str, Any]] | None:

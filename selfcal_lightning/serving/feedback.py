@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
@@ -72,11 +73,11 @@ class Metrics:
         self.failed = Counter("failed_samples", "Samples that the engine could not give.", **own)
         self.disconnects = Counter("disconnects", "Clients that went before their answer.", **own)
         Gauge("queue", "Questions in work or waiting.", **own).set_function(lambda: len(desk.jobs))
-        cancelled = Gauge("cancelled_tokens", "Tokens drawn and thrown away since the start.", **own)
-        cancelled.set_function(lambda: desk.cancelled_tokens)
-        gauges = {name: Gauge(f"feedback_{name}", text, **own) for name, text in FROM_LABELS.items()}
-        for name, gauge in gauges.items():
-            gauge.set_function(partial(from_labels, feedback, name))
+        text = "Tokens drawn and thrown away since the start."
+        Gauge("cancelled_tokens", text, **own).set_function(lambda: desk.cancelled_tokens)
+        Gauge("feedback_labels", "Labels.", **own).set_function(lambda: len(feedback.labelled))
+        for name, (text, _) in FROM_LABELS.items():
+            Gauge(f"feedback_{name}", text, **own).set_function(partial(from_labels, feedback, name))
 
     def count(self, outcome: Outcome, stated: float | None) -> None:
         self.stops.labels(outcome.stop_reason).inc()
@@ -86,19 +87,15 @@ class Metrics:
             self.confidence.observe(stated)
 
 
-FROM_LABELS = {"labels": "Labels.", "accuracy": "Share of right.", "ece": "ECE.", "brier": "Brier score."}
+FROM_LABELS: dict[str, tuple[str, Callable[[list[float], list[float]], float | None]]] = {
+    "accuracy": ("Share of right.", lambda _, right: fmean(right)),
+    "ece": ("ECE.", expected_calibration_error),
+    "brier": ("Brier score.", brier_score),
+}
 
 
 def from_labels(feedback: Feedback, name: str) -> float:
     """Return what confidences are worth by the labels; nan where there are none."""
-    rows = [(stated, right) for stated, right in feedback.labelled.values() if stated is not None]
-    if name == "labels":
-        return float(len(feedback.labelled))
-    stated, right = [min(max(value, 0.0), 1.0) for value, _ in rows], [float(label) for _, label in rows]
-    known: dict[str, Callable[[list[float]], float | None]] = {
-        "accuracy": fmean,
-        "ece": partial(expected_calibration_error, stated),
-        "brier": partial(brier_score, stated),
-    }
-    value = known[name](right) if rows else None
-    return float("nan") if value is None else value
+    rows = [(min(max(told, 0.0), 1.0), float(right)) for told, right in feedback.labelled.values() if told is not None]
+    value = FROM_LABELS[name][1]([told for told, _ in rows], [right for _, right in rows]) if rows else None
+    return math.nan if value is None else value

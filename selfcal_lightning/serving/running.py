@@ -27,28 +27,22 @@ def serve(service: Service, *, host: str, port: int) -> None:
     class Impatient(H11Protocol):
         """Closes a connection whose request's head does not come in time."""
 
-        late: asyncio.TimerHandle | None = None
+        late: asyncio.TimerHandle
 
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
-            self._hurry()
+            self.late = self.loop.call_later(limits.read_s, transport.close)
 
         def data_received(self, data: bytes) -> None:
             super().data_received(data)
-            is_working = self.cycle is not None and not self.cycle.response_complete
-            if is_working and self.late is not None:
+            if self.cycle is not None and not self.cycle.response_complete:
                 self.late.cancel()
-                self.late = None
-            elif not is_working and self.late is None:
-                self._hurry()
+            elif self.late.cancelled():
+                self.late = self.loop.call_later(limits.read_s, self.transport.close)
 
         def connection_lost(self, error: Exception | None) -> None:
-            if self.late is not None:
-                self.late.cancel()
+            self.late.cancel()
             super().connection_lost(error)
-
-        def _hurry(self) -> None:
-            self.late = self.loop.call_later(limits.read_s, self.transport.close)
 
     class Server(uvicorn.Server):
         """Takes no more questions when it is asked to end, and ends when the others are answered."""

@@ -63,8 +63,7 @@ def run_serve(
     """
     for module in LIBRARIES:
         check_installed(module, extra=EXTRA)
-    from selfcal_lightning.engines.openai.transport import read_key
-    from selfcal_lightning.serving.app import is_loopback
+    from selfcal_lightning.engines.openai.transport import is_loopback, read_key
     from selfcal_lightning.serving.running import serve
 
     key = read_key(api_key_env)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import ipaddress
 import json
 import logging
 import math
@@ -12,7 +11,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -30,6 +29,7 @@ from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.core.progress import say
 from selfcal_lightning.data.tasks.registry import get_task
 from selfcal_lightning.engines.base import RequestsFailedError, mass_of
+from selfcal_lightning.engines.openai.transport import is_loopback
 from selfcal_lightning.engines.opening import check_can_draw
 from selfcal_lightning.inference.base import Strategy
 from selfcal_lightning.inference.choices import choose_strategy
@@ -37,7 +37,7 @@ from selfcal_lightning.inference.registry import setting_names
 from selfcal_lightning.inference.thresholds import FittedThreshold
 from selfcal_lightning.records import Message, Sample, SamplingSettings
 from selfcal_lightning.serving import bodies
-from selfcal_lightning.serving.bodies import ChatBody, Refused, read_body, refusal_of
+from selfcal_lightning.serving.bodies import Body, ChatBody, Refused, read_body, refusal_of
 from selfcal_lightning.serving.decisions import Decision
 from selfcal_lightning.serving.desk import Desk, Job, Outcome, Probabilities, Reader
 from selfcal_lightning.serving.feedback import Feedback, Metrics
@@ -48,8 +48,10 @@ OPEN_ROUTES = ("/health", "/ready")
 GONE = 499  # for the log and the metrics: nobody reads it
 _LOG = logging.getLogger(__name__)
 T = TypeVar("T")
+Handler = Callable[[Request], Awaitable[Response]]
 
 
+@dataclass(eq=False)
 class Service:
     """What the routes share.
 
@@ -57,24 +59,20 @@ class Service:
     server. Without a ``key``, everybody on this machine is let in.
     """
 
-    def __init__(
-        self,
-        settings: ServiceSettings,
-        desk: Desk,
-        *,
-        sampling: SamplingSettings,
-        feedback: Feedback,
-        calibration: Calibration = Calibration(),  # noqa: B008 - frozen
-        load: Callable[[], Calibration] = Calibration,
-        fitted: FittedThreshold | None = None,
-        key: str | None = None,
-    ) -> None:
-        self.settings, self.desk, self.limits, self.feedback = settings, desk, settings.limits, feedback
-        self.model = settings.served_name
-        self.sampling, self.load, self.fitted, self.key = sampling, load, fitted, key
-        self.metrics = Metrics(feedback, desk)
-        self.started, self.stopping = int(time.time()), False
-        self._take(calibration)
+    settings: ServiceSettings
+    desk: Desk
+    sampling: SamplingSettings
+    feedback: Feedback
+    calibration: Calibration = Calibration()  # noqa: RUF009 - frozen
+    load: Callable[[], Calibration] = Calibration
+    fitted: FittedThreshold | None = None
+    key: str | None = None
+    stopping: bool = False
+
+    def __post_init__(self) -> None:
+        self.limits, self.model, self.started = self.settings.limits, self.settings.served_name, int(time.time())
+        self.metrics = Metrics(self.feedback, self.desk)
+        self._take(self.calibration)
 
     def _take(self, calibration: Calibration) -> None:
         """Use fitted confidences; samples that are drawn from now on carry them."""
@@ -164,16 +162,14 @@ class Service:
                 message = f"With this strategy, sampling, stops and tools the server guarantees {known}."
                 raise Refused(400, message, param="selfcal.max_error_rate")
         messages = tuple(turn.as_message() for turn in body.messages)
-        turns = tuple(turn.as_turn() for turn in body.messages)
         seed = body.seed if options.seed is None else options.seed
         name = name or f"chatcmpl-{uuid.uuid4().hex}"
         return Job(
-            name, strategy, reader, sampling, messages,
+            name, body, strategy, reader, sampling, messages,
             seed=self.settings.seed if seed is None else seed,
             # With a seed the same messages get the same samples; without one, each request draws its own.
             key=(key or name) if seed is None else json.dumps([[m.role, m.content] for m in messages]),
             tools=tools,
-            turns=turns,
             max_tokens=max_tokens,
             deadline=time.monotonic() + (options.deadline_s or limits.deadline_s),
             # An answer that may be withheld, or turn out to be a tool call, is sent when it is complete.
@@ -186,19 +182,18 @@ class Service:
         await self.desk.begin(job)
         return job
 
-    def reply(self, body: ChatBody, job: Job, outcome: Outcome) -> Reply:
+    def reply(self, job: Job, outcome: Outcome) -> Reply:
         """Return the answer to a request; it is counted, and remembered for its feedback."""
         if not outcome.samples:
             raise Refused(504, "The deadline or the limit of tokens came before the first sample was whole.")
         if outcome.failed == len(outcome.samples):
             raise Refused(502, f"All {outcome.failed} samples of this question failed in the engine.")
-        threshold = getattr(job.strategy, "threshold", None) if body.threshold is None else body.threshold
+        threshold = job.body.threshold
+        if threshold is None:
+            threshold = getattr(job.strategy, "threshold", None)
         if threshold is not None and getattr(job.strategy, "criterion", None) == "entropy":
             threshold = 1.0 - threshold  # the confidence is one minus the entropy, which has to fall to it
-        reply = make_reply(
-            job, outcome, body.selfcal, model=body.model, calibration=self.calibration,
-            confidence=self.confidence, threshold=threshold,
-        )  # fmt: skip
+        reply = make_reply(job, outcome, calibration=self.calibration, confidence=self.confidence, threshold=threshold)
         told = reply.selfcal["confidence"]
         self.feedback.remember(job.id, job.messages[-1].content, reply.best or outcome.samples[0], told=told)
         self.metrics.count(outcome, told)
@@ -211,22 +206,22 @@ class Service:
             raise Refused(429, f"{self.limits.max_queue} questions are in work or waiting.")
 
     async def chat(self, request: Request) -> Response:
-        body: ChatBody = read_body(ChatBody, await self.read(request))
+        body = await self.read(ChatBody, request)
         self.admit()
         began, job = time.monotonic(), await self.begin(body)
         if body.stream:
             headers = {"x-selfcal-request-id": job.id, "cache-control": "no-cache"}
-            return StreamingResponse(self.events(body, job, began), media_type="text/event-stream", headers=headers)
+            return StreamingResponse(self.events(job, began), media_type="text/event-stream", headers=headers)
         try:
-            reply = self.reply(body, job, await unless_gone(request.receive, job.outcome()))
+            reply = self.reply(job, await unless_gone(request.receive, job.outcome()))
         finally:
             self.desk.leave(job)
         self.metrics.seconds.observe(time.monotonic() - began)
         return JSONResponse(reply.completion(), headers=reply.headers)
 
-    async def events(self, body: ChatBody, job: Job, began: float) -> AsyncIterator[str]:
+    async def events(self, job: Job, began: float) -> AsyncIterator[str]:
         """Yield an answer as events: tokens as they are drawn, or comments until a vote is decided."""
-        head, begun, most = chunk_head(job, body.model), False, job.strategy.max_samples
+        head, begun, most = chunk_head(job), False, job.strategy.max_samples
         try:
             yield f": samples 0 of {most}\n\n"
             while not isinstance(news := await job.next(), Outcome):
@@ -237,8 +232,9 @@ class Service:
                     yield event(head | {"choices": [delta(role="assistant", content="")]})
                 begun = True
                 yield event(head | {"choices": [delta(content=news)]})
-            usage = body.stream_options is not None and bool(body.stream_options.include_usage)
-            for chunk in self.reply(body, job, news).chunks(begun=begun, include_usage=usage):
+            options = job.body.stream_options
+            usage = options is not None and bool(options.include_usage)
+            for chunk in self.reply(job, news).chunks(begun=begun, include_usage=usage):
                 yield event(chunk)
             self.metrics.seconds.observe(time.monotonic() - began)
         except Refused as refusal:  # the status has been sent
@@ -255,10 +251,10 @@ class Service:
 
     async def confidence_of_response(self, request: Request) -> Response:
         """Read the chance that a response which somebody else wrote is right."""
-        body: bodies.ConfidenceBody = read_body(bodies.ConfidenceBody, await self.read(request))
+        body = await self.read(bodies.ConfidenceBody, request)
         self.check_model(body.model)
         messages = [turn.as_message() for turn in body.messages]
-        (sample,) = await self.in_time(request, partial(self.score, messages, [body.response]))
+        (sample,), _, _ = await self.in_time(request, partial(self.score, messages, [body.response]))
         answer = self.reader(body.task).extract(body.response)
         name, stated = f"conf-{uuid.uuid4().hex}", confidence_of(sample, self.confidence or "")
         known = {} if stated is None or answer is None else {STATED: stated}
@@ -284,63 +280,55 @@ class Service:
         finally:
             self.desk.readings -= 1
 
-    async def score(self, messages: list[Message], texts: list[str]) -> list[Sample]:
-        """Return responses with their confidences."""
+    async def score(
+        self, messages: list[Message], texts: list[str], *, begins: bool = False
+    ) -> tuple[list[Sample], list[float], int]:
+        """Return responses with their confidences, the chances of their first tokens, and the length of the prompt."""
         if self.desk.engine is None:
             raise Refused(501, "The server behind this one gives no token ids, so no response can be read.")
         chat, query = self.desk.chat, self.desk.chat.query
-        wanted, n = (*query.yes_ids, *query.no_ids), len(query.yes_ids)
+        num_yes, num_both = len(query.yes_ids), len(query.yes_ids) + len(query.no_ids)
 
         def ask() -> tuple[tuple[int, ...], list[tuple[int, ...]], Future[Probabilities]]:
             prompt, ids = chat.prompt_ids(messages), [chat.response_ids(text) for text in texts]
-            prompts = [(*prompt, *response, *query.suffix_ids) for response in ids]
+            prompts = [*((*prompt, *response, *query.suffix_ids) for response in ids), *([prompt] if begins else ())]
+            wanted = (*query.yes_ids, *query.no_ids, *(response[0] for response in ids if begins))
             return prompt, ids, self.desk.probabilities(prompts, wanted)
 
-        def add(prompt: tuple[int, ...], samples: list[Sample]) -> list[Sample]:
+        def add(samples: list[Sample]) -> list[Sample]:
             self.desk.reading = prompt
             return [add_scores(sample, self.calibration.of_samples) for sample in samples]
 
         prompt, ids, asked = await self.desk.do(ask)
-        masses = await asyncio.wrap_future(asked)
-        if None in masses:
+        rows = [row for row in await asyncio.wrap_future(asked) if row is not None]
+        if len(rows) < len(texts) + begins:
             raise Refused(400, "The engine refuses to read this: it may be longer than the model's context.")
+        masses = [(mass_of(row[:num_yes]), mass_of(row[num_yes:num_both])) for row in rows[: len(texts)]]
         samples = [
-            Sample("", i, 0, text, response, "stop", None, None, yes_mass=mass_of(row[:n]), no_mass=mass_of(row[n:]))
-            for i, (text, response, row) in enumerate(zip(texts, ids, masses, strict=True))
+            Sample("", i, 0, text, response, "stop", None, None, yes_mass=yes, no_mass=no)
+            for i, (text, response, (yes, no)) in enumerate(zip(texts, ids, masses, strict=True))
         ]
-        return await self.desk.do(partial(add, prompt, samples))
-
-    async def decide(self, question: str, labels: list[str]) -> tuple[list[Sample], list[float], int]:
-        """Return the labels as responses to a question, their chance as its next token, and the prompt's length."""
-        messages = [Message("user", question)]
-        samples, chat = await self.score(messages, labels), self.desk.chat
-
-        def ask() -> tuple[int, Future[Probabilities]]:
-            prompt, first = chat.prompt_ids(messages), [chat.response_ids(label)[0] for label in labels]
-            return len(prompt), self.desk.probabilities([prompt], first)
-
-        length, asked = await self.desk.do(ask)
-        (row,) = await asyncio.wrap_future(asked)
-        return samples, row or [0.0], length
+        return await self.desk.do(partial(add, samples)), rows[-1][num_both:], len(prompt)
 
     async def systemone(self, request: Request) -> Response:
         """Read a chance for each allowed answer, each as if it were a response."""
-        body: bodies.DecisionBody = read_body(bodies.DecisionBody, await self.read(request))
+        body = await self.read(bodies.DecisionBody, request)
         self.check_model(body.model)
         if self.calibration.probe is not None:
             raise Refused(501, "A probe reads the states before the last token, where all options are the same.")
         decisions = {name: Decision(name, question) for name, question in body.questions.items()}
         answers, diagnostics, tokens = {}, {}, 0
 
-        async def read_all() -> list[tuple[list[Sample], list[float], int]]:
-            return [await self.decide(one.text(body), one.labels) for one in decisions.values()]
+        async def decide() -> None:
+            nonlocal tokens
+            for name, one in decisions.items():
+                samples, row, length = await self.score([Message("user", one.text(body))], one.labels, begins=True)
+                answers[name] = one.answer([confidence_of(sample, self.confidence or "") or 0.0 for sample in samples])
+                mass = min(sum(row), 1.0)
+                diagnostics[name] = {"label_mass": mass, "argmax_is_label": max(row) > 1.0 - mass}
+                tokens += length * len(one.labels)
 
-        found = await self.in_time(request, read_all)
-        for (name, decision), (samples, row, spent) in zip(decisions.items(), found, strict=True):
-            answers[name] = decision.answer([confidence_of(one, self.confidence or "") or 0.0 for one in samples])
-            mass = min(sum(row), 1.0)
-            diagnostics[name] = {"label_mass": mass, "argmax_is_label": max(row) > 1.0 - mass}
-            tokens += spent * len(decision.labels)
+        await self.in_time(request, decide)
         return JSONResponse({
             "id": f"decision-{body.request_id or uuid.uuid4().hex}", "object": "structured_decision",
             "created": int(time.time()), "model": self.model, "answers": answers,
@@ -349,7 +337,7 @@ class Service:
         })  # fmt: skip
 
     async def take_feedback(self, request: Request) -> Response:
-        body: bodies.FeedbackBody = read_body(bodies.FeedbackBody, await self.read(request))
+        body = await self.read(bodies.FeedbackBody, request)
         self.feedback.label(body.request_id, correct=body.correct)
         labels = len(self.feedback.labelled)
         return JSONResponse({"object": "feedback", "request_id": body.request_id, "labels": labels})
@@ -369,7 +357,7 @@ class Service:
     async def show_metrics(self, request: Request) -> Response:
         return PlainTextResponse(generate_latest(self.metrics.registry))
 
-    async def read(self, request: Request) -> bytes:
+    async def read(self, kind: type[Body], request: Request) -> Body:
         """Return the body of a request, which has so many bytes and seconds at most."""
         most, content = int(self.limits.max_body_mb * 1e6), b""
         too_large = Refused(413, f"Expected a body of at most {most:,} bytes.")
@@ -383,7 +371,7 @@ class Service:
                         raise too_large
         except TimeoutError:
             raise Refused(408, f"The body did not come within {self.limits.read_s:g} seconds.") from None
-        return content
+        return read_body(kind, content)
 
     def app(self) -> ASGIApp:
         posts = {
@@ -403,9 +391,7 @@ class Service:
         message = f"There is no {request.method} {request.url.path[:100]} here."
         return refusal_response(Refused(status, message))
 
-    def _guarded(
-        self, path: str, route: Callable[[Request], Awaitable[Response]]
-    ) -> Callable[[Request], Awaitable[Response]]:
+    def _guarded(self, path: str, route: Handler) -> Handler:
         """Return a route behind the key, whose refusals are errors of the protocol."""
 
         async def guarded(request: Request) -> Response:
@@ -429,13 +415,6 @@ class Service:
             return response
 
         return guarded
-
-
-def is_loopback(host: str) -> bool:
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def _is_ours(address: str | None) -> bool:

@@ -123,8 +123,8 @@ async def run_requests(
 async def _answer(service: Service, line: Mapping[str, Any], *, name: str, key: str) -> dict[str, Any]:
     if line.get("url") != URL or line.get("method") != "POST" or not isinstance(line.get("body"), dict):
         raise Refused(400, f"Expected `method` POST, `url` {URL} and a `body`.")
-    body: ChatBody = read_body(ChatBody, line["body"])
+    body = read_body(ChatBody, line["body"])
     if body.stream:
         raise Refused(400, "A batch does not stream.", param="stream")
     job = await service.begin(body, name=name, key=key)
-    return service.reply(body, job, await job.outcome()).completion()
+    return service.reply(job, await job.outcome()).completion()

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from selfcal_lightning.core.errors import InputError, did_you_mean
 from selfcal_lightning.engines.base import RequestsFailedError
@@ -25,6 +25,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 # Of a message that a client repeats from an answer; models do not read it again.
 UNREAD = {"refusal", "annotations", "reasoning", "reasoning_content", "provider_specific_fields"}
 MOST_SEED = 2**62
+Body = TypeVar("Body", bound=BaseModel)
 
 
 class Refused(Exception):  # noqa: N818 - it is the client's, and becomes a status
@@ -39,10 +40,8 @@ class Refused(Exception):  # noqa: N818 - it is the client's, and becomes a stat
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
 
-class Strict(BaseModel):
+class Strict(BaseModel, extra="forbid", protected_namespaces=()):
     """An object of whose keys none is dropped in silence."""
-
-    model_config = ConfigDict(extra="forbid", protected_namespaces=())
 
 
 Threshold = Annotated[float, Field(ge=0.0, le=1.0)]
@@ -68,10 +67,8 @@ class StreamOptions(Strict):
     include_obfuscation: bool | None = None
 
 
-class Lenient(BaseModel):
+class Lenient(BaseModel, extra="allow"):
     """An object with keys that clients add, which are looked at later."""
-
-    model_config = ConfigDict(extra="allow")
 
 
 class Part(Lenient):
@@ -94,9 +91,9 @@ class Turn(Lenient):
 
     def as_turn(self) -> dict[str, Any]:
         """Return the message as any server of the protocol takes it; ``as_message`` has checked it."""
-        turn: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": self.text}
+        role = "system" if self.role == "developer" else self.role
         further = {"tool_calls": self.tool_calls, "tool_call_id": self.tool_call_id}
-        return turn | {name: value for name, value in further.items() if value}
+        return {"role": role, "content": self.text} | {name: value for name, value in further.items() if value}
 
     def as_message(self) -> Message:
         """Return the message as chat templates take it; calls of tools are written as models write them."""
@@ -183,7 +180,7 @@ class FeedbackBody(Strict):
     correct: bool
 
 
-def read_body(kind: type[BaseModel], content: bytes | Mapping[str, Any]) -> Any:
+def read_body(kind: type[Body], content: bytes | Mapping[str, Any]) -> Body:
     """Return a body, or raise Refused with the key that is wrong."""
     try:
         return kind.model_validate_json(content) if isinstance(content, bytes) else kind.model_validate(content)
@@ -199,7 +196,7 @@ def read_body(kind: type[BaseModel], content: bytes | Mapping[str, Any]) -> Any:
 
 
 def check_extras(body: ChatBody) -> None:
-    """Refuse what would change the answer and cannot be done; nothing is dropped in silence."""
+    """Refuse what would change the answer and cannot be done."""
     for name, value in (body.model_extra or {}).items():
         if name in HARMLESS or value is None or (name in NEUTRAL and value in NEUTRAL[name]):
             continue

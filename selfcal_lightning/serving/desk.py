@@ -30,7 +30,7 @@ from selfcal_lightning.inference.sources import Draws, cut_at
 from selfcal_lightning.inference.thresholds import FittedThreshold
 from selfcal_lightning.models.chat_format import UNFINISHED
 from selfcal_lightning.records import Message, Question, Sample, SamplingSettings, Verdict
-from selfcal_lightning.serving.bodies import Refused
+from selfcal_lightning.serving.bodies import ChatBody, Refused
 
 if TYPE_CHECKING:
     from selfcal_lightning.confidence.token_reader import TokenReader
@@ -97,6 +97,7 @@ class Job:
     """A question in work, what may be spent on it, and what is known of it so far."""
 
     id: str
+    body: ChatBody
     strategy: Strategy
     reader: Reader
     sampling: SamplingSettings
@@ -104,7 +105,6 @@ class Job:
     seed: int = 0
     key: str = ""
     tools: tuple[dict[str, Any], ...] = ()
-    turns: tuple[dict[str, Any], ...] = ()
     max_tokens: float = math.inf
     deadline: float = math.inf
     streams: bool = False
@@ -308,7 +308,8 @@ class Desk:
         read = {job.strategy.confidence, *(name for scorer in self.source.scorers for name in scorer.requires)}
         return Draws(
             ids, job.sampling, job.seed, job.key, stops=tuple(job.reader.stops),
-            to_the_end=not read.isdisjoint((LOGPROB, MEAN_LOGPROB)), tools=job.tools, turns=job.turns,
+            to_the_end=not read.isdisjoint((LOGPROB, MEAN_LOGPROB)), tools=job.tools,
+            turns=tuple(turn.as_turn() for turn in job.body.messages),
         )  # fmt: skip
 
     def _on_arrival(self, sample: Sample) -> None:

@@ -15,7 +15,6 @@ from selfcal_lightning.data.tasks.judging import is_failed, total_tokens
 from selfcal_lightning.inference.answering import best_response
 from selfcal_lightning.inference.chat_source import VERBALIZED
 from selfcal_lightning.records import Sample
-from selfcal_lightning.serving.bodies import Options
 from selfcal_lightning.serving.desk import Job, Outcome
 
 STATED = "stated"  # what an answer's confidence is called in the pool of labels
@@ -73,7 +72,6 @@ class Reply:
     """An answer, ready to be written; ``best`` is the sample that it is."""
 
     job: Job
-    model: str
     best: Sample | None
     message: dict[str, Any]
     finish_reason: str
@@ -92,12 +90,12 @@ class Reply:
 
     def completion(self) -> dict[str, Any]:
         choice = {"index": 0, "message": self.message, "finish_reason": self.finish_reason, "logprobs": None}
-        head = chunk_head(self.job, self.model) | {"object": "chat.completion"}
-        return {**head, "choices": [choice], "usage": self.usage, "selfcal": self.selfcal}
+        head = chunk_head(self.job)
+        return {**head, "object": "chat.completion", "choices": [choice], "usage": self.usage, "selfcal": self.selfcal}
 
     def chunks(self, *, begun: bool, include_usage: bool) -> Iterator[dict[str, Any]]:
         """Yield the chunks of what was not passed on yet; ``begun`` says whether the role was."""
-        head, message = chunk_head(self.job, self.model), self.message
+        head, message = chunk_head(self.job), self.message
         if not begun:
             yield head | {"choices": [delta(role="assistant", content="")]}
         if message["refusal"] is not None:
@@ -114,75 +112,60 @@ class Reply:
             yield head | {"choices": [], "usage": self.usage}
 
 
-def chunk_head(job: Job, model: str) -> dict[str, Any]:
-    return {"id": job.id, "object": "chat.completion.chunk", "created": job.created, "model": model}
+def chunk_head(job: Job) -> dict[str, Any]:
+    return {"id": job.id, "object": "chat.completion.chunk", "created": job.created, "model": job.body.model}
 
 
 def delta(**content: Any) -> dict[str, Any]:
     return {"index": 0, "delta": content, "finish_reason": None, "logprobs": None}
 
 
-@dataclass(frozen=True)
-class Choice:
-    """The response that is given, its answer, how sure the server is, by which confidence, and what chose it."""
+def choose(
+    job: Job, outcome: Outcome, used: list[Sample], values: list[float | None], read: str | None
+) -> tuple[Sample | None, str | None, float | None, str | None, str]:
+    """Return the response that is given, its answer, how sure the server is, by which confidence, and what chose it.
 
-    best: Sample | None
-    answer: str | None
-    stated: float | None
-    source: str | None
-    by: str = "strategy"
-
-
-def choose(job: Job, outcome: Outcome, used: list[Sample], values: list[float | None], read: str | None) -> Choice:
-    """Return what a verdict gives; ``values`` are the confidences ``read`` of the samples ``used``.
-
-    Where no two responses agree there is no vote, and the most confident response is given.
+    ``values`` are the confidences ``read`` of the samples ``used``. Where no two responses agree there is no vote, and
+    the most confident response is given.
     """
     verdict, own = outcome.verdict, job.strategy.confidence
+    answer, stated, chosen_by = verdict.answer, verdict.confidence, "strategy"
+    source: str | None = own or VOTE_SHARE
     read_ones = [(one, value) for one, value in zip(used, values, strict=True) if one.answer is not None]
     known = [(value, -i, one) for i, (one, value) in enumerate(read_ones) if value is not None]
     nothing_agreed = len({one.answer for one, _ in read_ones}) == len(read_ones) > 1
+    best: Sample | None
     if nothing_agreed and known and own is None:
-        sure, _, best = max(known)
-        found = Choice(best, best.answer, sure, read, by="confidence")
+        stated, _, best = max(known)
+        answer, source, chosen_by = best.answer, read, "confidence"
     else:
-        given = best_response(verdict, outcome.samples, read) or next(iter(used), None)
-        found = Choice(given, verdict.answer, verdict.confidence, own or VOTE_SHARE)
-        if len(used) == 1 or found.stated is None:  # one vote always agrees with itself
-            stated = None if given is None or verdict.answer is None else values[used.index(given)]
-            found = replace(found, stated=stated, source=read)
-    if read == VERBALIZED and own is None and found.best is not None:
-        both = hybrid([one.answer for one in used], values, num_samples=len(used))[used.index(found.best)]
+        best = best_response(verdict, outcome.samples, read) or next(iter(used), None)
+        if len(used) == 1 or stated is None:  # one vote always agrees with itself
+            stated, source = None if best is None or answer is None else values[used.index(best)], read
+    if read == VERBALIZED and own is None and best is not None:
+        both = hybrid([one.answer for one in used], values, num_samples=len(used))[used.index(best)]
         if both is not None:
-            found = replace(found, stated=both, source=TwoSampleHybrid.name)
-    return found
+            stated, source = both, TwoSampleHybrid.name
+    return best, answer, stated, source, chosen_by
 
 
 def make_reply(
-    job: Job,
-    outcome: Outcome,
-    options: Options,
-    *,
-    model: str,
-    calibration: Calibration,
-    confidence: str | None,
-    threshold: float | None,
+    job: Job, outcome: Outcome, *, calibration: Calibration, confidence: str | None, threshold: float | None
 ) -> Reply:
     """Return the answer; ``confidence`` is what is read of each response, whether or not the strategy reads it."""
-    verdict, fitted = outcome.verdict, job.fitted
+    verdict, fitted, options = outcome.verdict, job.fitted, job.body.selfcal
     used = [sample for sample in outcome.samples[: verdict.samples_used] if not is_failed(sample)]
     read = job.strategy.confidence or confidence
     values = [None if read is None else confidence_of(sample, read) for sample in used]
-    chosen = choose(job, outcome, used, values, read)
-    best, stated, source = chosen.best, chosen.stated, chosen.source
-    agreed = Cocoa.of_clusters(used, [one.answer for one in used])[used.index(best)] if best in used else None
-    given = ((VOTE_SHARE if source == VOTE_SHARE else STATED, stated), (Cocoa.name, agreed))
+    best, answer, raw, source, chosen_by = choose(job, outcome, used, values, read)
+    agreed = Cocoa.score(used, [one.answer for one in used])[used.index(best)] if best in used else None
+    given = ((VOTE_SHARE if source == VOTE_SHARE else STATED, raw), (Cocoa.name, agreed))
     known = {name: value for name, value in given if value is not None}
     if best is not None:  # a label keeps them
         best = replace(best, confidences={**best.confidences, **known})
-    if (scaled := calibration.of_answer(known)) is not None:
-        stated, source = scaled
-    is_low = chosen.answer is None or (threshold is not None and (stated is None or stated < threshold))
+    scaled = calibration.of_answer(known)
+    stated, source = scaled or (raw, source)
+    is_low = answer is None or (threshold is not None and (stated is None or stated < threshold))
     guarantee = None
     if fitted is not None and fitted.target == "risk" and outcome.stop_reason in OF_STRATEGY:
         is_low = not fitted.answers(verdict)
@@ -193,26 +176,32 @@ def make_reply(
     message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
     if not shown:
         message |= {"content": None, "refusal": ABSTAINED}
-    elif calls := _written(job, job.reader.tool_calls(text)):
+    elif calls := job.reader.tool_calls(text):
+        written = [{"name": call["name"], "arguments": json.dumps(call["arguments"])} for call in calls]
+        name = f"call_{job.id[-12:]}"
+        calls = [{"id": f"{name}_{i}", "type": "function", "function": each} for i, each in enumerate(written)]
         message |= {"content": None, "tool_calls": calls}
     # A share of weighted votes, or a posterior, is not what was calibrated.
     described = None if scaled is None and stated not in values else calibration.describe(source)
+    drawn = [
+        {"text": one.text, "answer": one.answer, "confidence": value, "tokens": one.num_tokens}
+        for one, value in zip(used, values, strict=True)
+    ]
     return Reply(
         job,
-        model,
         best,
         message,
         "tool_calls" if "tool_calls" in message else "length" if is_cut else "stop",
         _usage(job, outcome),
         {
             "confidence": stated,
-            "raw_confidence": chosen.stated,
+            "raw_confidence": raw,
             "source": source,
             "cocoa": agreed,
             "calibrated": described is not None,
             "calibration": described,
-            "answer": chosen.answer if shown else None,
-            "chosen_by": chosen.by,
+            "answer": answer if shown else None,
+            "chosen_by": chosen_by,
             "candidates": _candidates(used, values) if shown else [],
             "samples_used": verdict.samples_used,
             "samples_cancelled": max(verdict.samples_generated - verdict.samples_used, 0),
@@ -220,7 +209,7 @@ def make_reply(
             "stop_reason": outcome.stop_reason,
             "guarantee": guarantee,
             "abstained": not shown,
-            **({"samples": _all(used, values)} if options.return_ == "all" and shown else {}),
+            **({"samples": drawn} if options.return_ == "all" and shown else {}),
         },
     )
 
@@ -238,18 +227,6 @@ def _usage(job: Job, outcome: Outcome) -> dict[str, int] | None:
     return {"prompt_tokens": read, "completion_tokens": drawn, "total_tokens": read + drawn}
 
 
-def _written(job: Job, calls: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return calls of tools as the protocol writes them."""
-    return [
-        {
-            "id": f"call_{job.id[-12:]}_{i}",
-            "type": "function",
-            "function": {"name": call["name"], "arguments": json.dumps(call["arguments"])},
-        }
-        for i, call in enumerate(calls)
-    ]
-
-
 def _candidates(used: Sequence[Sample], values: Sequence[float | None]) -> list[dict[str, Any]]:
     """Return the answers, most votes first."""
     found: dict[str, list[float | None]] = {}
@@ -262,10 +239,3 @@ def _candidates(used: Sequence[Sample], values: Sequence[float | None]) -> list[
         weight, most = (sum(known), max(known)) if known else (None, None)
         rows.append({"answer": answer, "votes": len(stated), "weight": weight, "confidence": most})
     return sorted(rows, key=lambda row: -row["votes"])
-
-
-def _all(used: Sequence[Sample], values: Sequence[float | None]) -> list[dict[str, Any]]:
-    return [
-        {"text": s.text, "answer": s.answer, "confidence": value, "tokens": s.num_tokens}
-        for s, value in zip(used, values, strict=True)
-    ]

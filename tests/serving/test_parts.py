@@ -480,7 +480,7 @@ def test_a_guarantee_is_given_only_for_what_it_was_fitted_on(fields: dict, optio
         job = server.make_job(body)
         sample = Sample(job.id, 0, 0, "4", (1,), "stop", "4", None, yes_mass=yes_mass, no_mass=1.0 - yes_mass)
         verdict = Verdict(job.id, "4", yes_mass, None, 1, stopped_early=True)
-        return server.reply(body, job, Outcome(verdict, (sample,), "early"))
+        return server.reply(job, Outcome(verdict, (sample,), "early"))
 
     sure, unsure = asyncio.run(ask(0.85)), asyncio.run(ask(0.7))
     assert (sure.selfcal["guarantee"] is not None) == holds
@@ -499,9 +499,7 @@ def test_a_label_keeps_cocoa_which_a_scaler_turns_into_the_confidence() -> None:
         job = server.make_job(body)
         rows = enumerate(("4", "5", "4"))
         samples = tuple(Sample(job.id, i, 0, text, (1, 2), "stop", text, None, logprob=-1.0) for i, text in rows)
-        return server.reply(
-            body, job, Outcome(Verdict(job.id, "4", 2 / 3, None, 3, stopped_early=False), samples, "budget")
-        )
+        return server.reply(job, Outcome(Verdict(job.id, "4", 2 / 3, None, 3, stopped_early=False), samples, "budget"))
 
     found = [asyncio.run(ask()) for _ in range(4)]
     assert [(one.selfcal["cocoa"], one.selfcal["source"]) for one in found] == [(-0.25, "vote_share")] * 4
@@ -534,9 +532,7 @@ def test_a_share_of_weighted_votes_is_not_called_calibrated(strategy: str, state
             Sample(job.id, i, 0, text, (1,), "stop", text, None, yes_mass=mass, no_mass=1.0 - mass)
             for i, (text, mass) in enumerate((("4", 0.9), ("5", 0.3)))
         )
-        return server.reply(
-            body, job, Outcome(Verdict(job.id, "4", stated, None, 2, stopped_early=False), samples, "budget")
-        )
+        return server.reply(job, Outcome(Verdict(job.id, "4", stated, None, 2, stopped_early=False), samples, "budget"))
 
     found = asyncio.run(ask()).selfcal
     assert (found["confidence"], found["source"], found["calibrated"]) == (stated, "p_true", calibrated)
@@ -553,7 +549,7 @@ def test_an_entropy_that_fell_to_the_threshold_is_not_withheld(entropy: float, w
         job = server.make_job(body)
         samples = tuple(Sample(job.id, i, 0, "4", (1,), "stop", "4", None) for i in range(2))
         verdict = Verdict(job.id, "4", 1.0 - entropy, None, 2, stopped_early=not withheld)
-        return server.reply(body, job, Outcome(verdict, samples, "early"))
+        return server.reply(job, Outcome(verdict, samples, "early"))
 
     assert asyncio.run(ask()).selfcal["abstained"] == withheld
 
@@ -592,7 +588,7 @@ def test_free_chat_gives_the_most_agreed_text_or_else_the_surest(texts: list[str
         next(verdict)
         with pytest.raises(StopIteration) as end:
             verdict.send(list(samples))
-        return server.reply(body, job, Outcome(end.value.value, samples, "budget"))
+        return server.reply(job, Outcome(end.value.value, samples, "budget"))
 
     reply = asyncio.run(ask())
     found = reply.selfcal

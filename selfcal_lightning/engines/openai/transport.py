@@ -55,7 +55,7 @@ def check_base_url(base_url: str, *, allow_http: bool = False) -> str:
             "Expected `base_url` to be like https://host:port/v1, without user name, password or query. The key goes "
             "into the environment variable that `api_key_env` names."
         )
-    if match["scheme"] == "http" and not allow_http and not _is_this_machine(match["host"]):
+    if match["scheme"] == "http" and not allow_http and not is_loopback(match["host"]):
         raise InputError(
             f"Expected `base_url` to be https:// or this machine, but got {base_url!r}: prompts and key would travel "
             "in the clear. Use https, an ssh tunnel to 127.0.0.1, or set `allow_http`."
@@ -78,11 +78,9 @@ def presentable(text: str, *, key: str | None) -> str:
     return line if len(line) <= _LONGEST else line[:_LONGEST] + " ..."
 
 
-def _is_this_machine(host: str) -> bool:
-    if host == "localhost":
-        return True
+def is_loopback(host: str) -> bool:
     try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
+        return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:  # a name
         return False
 

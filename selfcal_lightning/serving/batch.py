@@ -50,18 +50,20 @@ def open_output(path: Path, requests: Mapping[str, Any], *, seed: int) -> tuple[
     """
     begin, way_out = b'{"id": "batch_req_', "Wait for it, or name another `output`."
     file, lines = open_lines(path, begin=begin, way_out=way_out)
-    done, again, changed = set(), set(), []
-    for number, line in enumerate(lines):
+    seen, done, kept, changed = set(), set(), [], []
+    for number, line in enumerate(lines, start=1):
         try:
             answer = json.loads(line)
             name, status = answer["custom_id"], answer["response"]["status_code"]
-            done.add(name)
+            seen.add(name)
             is_other = name in requests and answer["id"] != answer_id(requests[name], seed)
-            again |= {number} if status in PASSING or (is_other and status != 200) else set()
-            changed += [name] if is_other and status == 200 else []
         except (ValueError, KeyError, TypeError) as error:
-            raise line_error(path, number + 1, "an answer of this batch", "something else") from error
-    if strange := sorted(done - requests.keys()):
+            raise line_error(path, number, "an answer of this batch", "something else") from error
+        if status not in PASSING and (status == 200 or not is_other):
+            done.add(name)
+            kept.append(line)
+        changed += [name] if is_other and status == 200 else []
+    if strange := sorted(seen - requests.keys()):
         raise InputError(f"Expected {path} to hold answers of this batch, but got {strange[0]!r}. Name another file.")
     if changed:
         raise InputError(
@@ -69,9 +71,7 @@ def open_output(path: Path, requests: Mapping[str, Any], *, seed: int) -> tuple[
             f"{changed[0]!r}, are to requests that have changed since, or were drawn with another `seed`. Name "
             "another file."
         )
-    if again:
-        kept = [line for number, line in enumerate(lines) if number not in again]
-        done = {json.loads(line)["custom_id"] for line in kept}
+    if len(kept) < len(lines):
         write_atomically(path, b"".join(line + b"\n" for line in kept))
         file.close()
         file, _ = open_lines(path, begin=begin, way_out=way_out)

@@ -155,8 +155,8 @@ class Job:
             while True:
                 batch: list[Sample] = []
                 while len(batch) < ask.num_samples:
-                    rest = ask.num_samples - len(batch)
-                    drawn = yield replace(ask, num_samples=min(self.affordable([*seen, *batch]), rest))
+                    most = min(self.affordable([*seen, *batch]), ask.num_samples - len(batch))
+                    drawn = yield replace(ask, num_samples=most)
                     batch += drawn
                     if not drawn:
                         break

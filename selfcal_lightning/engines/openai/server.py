@@ -16,7 +16,6 @@ from selfcal_lightning.engines.openai.transport import StatusError, Transport
 from selfcal_lightning.engines.openai.wire import (
     EDT_ARG,
     ServerError,
-    edt_probe_body,
     list_models,
     read_probabilities,
     score_body,
@@ -110,10 +109,8 @@ def context_of(wanted: int | None, limit: int | None) -> int:
 async def _offered(transport: Transport, url: str, body: dict[str, Any] | None, deadline: float) -> dict[str, Any]:
     """Return the answer of a place that not every server has; nothing where it has no such place."""
     try:
-        if body is None:
-            answer = await transport.get(url, deadline=deadline)
-        else:
-            answer = await transport.post(url, body, deadline=deadline)
+        asked = transport.get(url, deadline=deadline) if body is None else transport.post(url, body, deadline=deadline)
+        answer = await asked
     except ServerError:  # it may be a page in HTML, too; a server that is out of order shows it at the first request
         return {}
     return answer if isinstance(answer, dict) else {}
@@ -132,9 +129,10 @@ async def _check_tokenizer(transport: Transport, root: str, name: str, chat: Cha
 
 
 async def _check_edt(transport: Transport, name: str, chat: ChatFormat, deadline: float) -> None:
-    """Refuse a server that ignores EDT: it would draw at temperature 1 without a word."""
+    """Refuse a server that ignores EDT and would draw at temperature 1; our logits processor refuses this body."""
     try:
-        await transport.post("completions", {"model": name, **edt_probe_body(chat.pad_id)}, deadline=deadline)
+        body = {"model": name, "prompt": [chat.pad_id], "max_tokens": 1, "temperature": 0.5}
+        await transport.post("completions", {**body, "vllm_xargs": {EDT_ARG: [0.8, 0.8, 1.0]}}, deadline=deadline)
     except StatusError as error:
         if error.status == HTTPStatus.BAD_REQUEST and EDT_ARG in str(error):
             return

@@ -252,9 +252,13 @@ class Transport:
                 while True:
                     number += 1
                     try:
-                        return await self._translated(attempt)
+                        return await attempt()
+                    except (self._http.ClientSSLError, self._http.ClientResponseError) as error:
+                        raise self._failure(self._named(error)) from None  # no further attempt mends these
                     except TransientError as error:
-                        trouble, wait = str(error), self._wait(error, number)
+                        trouble, wait = str(error), self._wait(number, error.retry_after)
+                    except (self._http.ClientError, ConnectionError) as error:
+                        trouble, wait = self._named(error), self._wait(number)
                     if number > self._max_retries:
                         raise self._failure(f"{trouble} ({number} attempts)")
                     if clock() + wait >= deadline:
@@ -269,25 +273,17 @@ class Transport:
             reason = f"the time was up in attempt {number}: {trouble}. Raise `deadline` in `engine_args`"
             raise self._failure(reason) from None
 
-    def _wait(self, error: TransientError, number: int) -> float:
+    def _wait(self, number: int, retry_after: float | None = None) -> float:
         chance = random.random()
-        if error.retry_after is not None:  # a little more, so that clients that were told the same do not come together
-            return error.retry_after + chance * self._first_wait
+        if retry_after is not None:  # a little more, so that clients that were told the same do not come together
+            return retry_after + chance * self._first_wait
         return backoff_seconds(number - 1, first=self._first_wait, longest=self._longest_wait, chance=chance)
 
     def _failure(self, reason: str) -> ServerError:
         return ServerError(f"The server at {self.base_url} failed: {reason}")
 
-    async def _translated(self, attempt: Callable[[], Awaitable[T]]) -> T:
-        """Run one attempt and translate aiohttp's errors, which may hold headers and so are not chained."""
-        try:
-            return await attempt()
-        except (self._http.ClientSSLError, self._http.ClientResponseError) as error:  # no further attempt mends these
-            raise self._failure(self._named(error)) from None
-        except (self._http.ClientError, ConnectionError) as error:
-            raise TransientError(self._named(error)) from None
-
     def _named(self, error: Exception) -> str:
+        """Name an error of aiohttp, which may hold headers and so is not chained."""
         return self._shown(f"{type(error).__name__}: {error}")
 
     def _shown(self, text: str) -> str:

@@ -106,11 +106,6 @@ def score_body(prompt: Sequence[int], token_ids: Sequence[int]) -> dict[str, Any
     }
 
 
-def edt_probe_body(token_id: int) -> dict[str, Any]:
-    """Return a body that a server with our logits processor refuses and one without it answers."""
-    return {"prompt": [token_id], "max_tokens": 1, "temperature": 0.5, "vllm_xargs": {EDT_ARG: [0.8, 0.8, 1.0]}}
-
-
 class SampleReader:
     """Assembles one response from the events of a stream. Everything that a server sends is checked."""
 

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from selfcal_lightning.confidence import fusion, response_probe
-from selfcal_lightning.confidence.base import P_TRUE, RESPONSE_PROBE, confidence_of, scored_pool
+from selfcal_lightning.confidence.agreement import OF_ANSWER
+from selfcal_lightning.confidence.base import P_TRUE, RESPONSE_PROBE, confidence_of, lacks, scored_pool
 from selfcal_lightning.confidence.features import required_confidences, scores_text
 from selfcal_lightning.confidence.fitted_files import THRESHOLD as KIND
 from selfcal_lightning.confidence.fitted_files import check_fitted_target
@@ -99,6 +100,11 @@ def run_fit_confidence(
     with Stage(f"Fitting {kind}"):
         recorded = [*recorded_confidences(read.estimators), *known]
         entries = scored_pool(read.entries, known)
+        # An answer of a server has one or the other, by its strategy.
+        if kind != "fusion" and source in OF_ANSWER and Path(pool).is_file():
+            entries = tuple(entry for entry in entries if not lacks(entry, source)) or entries
+            if left_out := len(read.entries) - len(entries):
+                say(f"{left_out:,} answers without the confidence {source!r} are left out.")
         fit, held_out = (entries, None) if use_all else halve_pool(entries, seed=seed)
         if held_out is not None:
             check_not_fitted_on(held_out, known)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from selfcal_lightning.confidence.base import MEAN_LOGPROB, confidence_of
+from selfcal_lightning.confidence.base import MEAN_LOGPROB, STATED, VOTE_SHARE, confidence_of
 from selfcal_lightning.confidence.verbalized import Verbalized
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.engines.base import Engine
@@ -134,6 +134,7 @@ def _cocoa(samples: Sequence[Sample], clusters: Clusters) -> list[float | None]:
 SemanticShare = Agreement("semantic_share", _shares)
 SemanticEntropy = Agreement("semantic_entropy", _negentropies)
 Cocoa = Agreement("cocoa", _cocoa, is_probability=False)
+OF_ANSWER = {STATED, VOTE_SHARE, Cocoa.name}  # what a server knows of an answer, but of no response alone
 
 
 class TwoSampleHybrid(Verbalized):

@@ -18,6 +18,8 @@ MEAN_LOGPROB = "mean_logprob"
 RESPONSE_PROBE = "response_probe"
 # Names that rows of the store carry as columns of their own: nothing has to be run for them.
 STORED = (P_TRUE, LOGPROB, MEAN_LOGPROB)
+# Of an answer of a server, by what it comes from: counted votes have another scale than other confidences.
+STATED, VOTE_SHARE = "stated", "vote_share"
 
 
 class MissingConfidenceError(InputError):
@@ -101,6 +103,8 @@ def check_confidence(pool: Iterable[QuestionSamples], name: str) -> None:
 
 
 def how_to_get(name: str) -> str:
+    if name in (STATED, VOTE_SHARE):
+        return f"Labels of a server have it: {VOTE_SHARE} of counted votes, {STATED} of other answers."
     score = f"un `selfcal score --estimator {name}` on the store"
     if name in STORED:
         return f"Sample with `selfcal generate`, which keeps it, or r{score}."

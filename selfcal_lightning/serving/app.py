@@ -24,7 +24,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive
 
-from selfcal_lightning.confidence.base import P_TRUE, STORED, add_scores, confidence_of
+from selfcal_lightning.confidence.base import P_TRUE, STATED, STORED, add_scores, confidence_of
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.core.progress import say
 from selfcal_lightning.data.tasks.registry import get_task
@@ -41,7 +41,7 @@ from selfcal_lightning.serving.bodies import Body, ChatBody, Refused, read_body,
 from selfcal_lightning.serving.decisions import Decision
 from selfcal_lightning.serving.desk import Desk, Job, Outcome, Probabilities, Reader
 from selfcal_lightning.serving.feedback import Feedback, Metrics
-from selfcal_lightning.serving.replies import STATED, Calibration, Reply, chunk_head, delta, make_reply
+from selfcal_lightning.serving.replies import Calibration, Reply, chunk_head, delta, make_reply
 from selfcal_lightning.serving.settings import ServiceSettings
 
 OPEN_ROUTES = ("/health", "/ready")

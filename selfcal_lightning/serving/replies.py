@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from selfcal_lightning.confidence.agreement import Cocoa, TwoSampleHybrid, hybrid
-from selfcal_lightning.confidence.base import P_TRUE, confidence_of
+from selfcal_lightning.confidence.agreement import OF_ANSWER, Cocoa, TwoSampleHybrid, hybrid
+from selfcal_lightning.confidence.base import P_TRUE, STATED, VOTE_SHARE, confidence_of
 from selfcal_lightning.confidence.fusion import FittedScorer, Fusion
 from selfcal_lightning.confidence.live import LiveScorer
 from selfcal_lightning.data.tasks.judging import is_failed, total_tokens
@@ -17,9 +17,6 @@ from selfcal_lightning.inference.chat_source import VERBALIZED
 from selfcal_lightning.records import Sample
 from selfcal_lightning.serving.desk import Job, Outcome
 
-STATED = "stated"  # what an answer's confidence is called in the pool of labels
-VOTE_SHARE = "vote_share"  # of counted votes, which another scale fits than other confidences
-OF_ANSWER = {STATED, VOTE_SHARE, Cocoa.name}  # what is known of an answer, but of no response alone
 PIECE = 48  # characters in a chunk of an answer that is known already
 OF_STRATEGY = ("early", "budget")  # what was cut short is another procedure than the one a guarantee was fitted for
 ABSTAINED = "The answer is withheld: its confidence is too low."

@@ -27,6 +27,7 @@ from support.openai_server import Exchange, FakeServer, is_silent
 from support.processes import free_port
 
 from selfcal_lightning.commands import serve
+from selfcal_lightning.commands.fit_confidence import run_fit_confidence
 from selfcal_lightning.commands.serve import run_batch, run_serve
 from selfcal_lightning.confidence.base import confidence_of
 from selfcal_lightning.confidence.features import ConfidenceScores
@@ -264,6 +265,22 @@ def test_a_label_that_the_disk_has_no_room_for_can_be_sent_again(tmp_path: Path)
     feedback.label("b", correct=False)
     feedback.file.close()
     assert Feedback(tmp_path).labelled == {"a": (0.9, True), "b": (0.9, False)}
+
+
+def test_labels_of_counted_votes_and_of_other_answers_lie_in_one_pool(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    feedback = Feedback(tmp_path)
+    for i in range(24):
+        kept = {"stated" if i % 3 else "vote_share": i / 30}
+        feedback.remember(f"a{i}", "?", Sample("", 0, 0, "4", (1,), "stop", "4", None, confidences=kept), told=i / 30)
+        feedback.label(f"a{i}", correct=i % 4 > 1)
+    for source, found in (("stated", 16), ("vote_share", 8)):
+        fitted = run_fit_confidence(
+            str(feedback.path), str(tmp_path / f"{source}.json"), kind="platt", source=source, use_all=True
+        )
+        assert fitted.fitted_on.num_questions == found
+        assert f"{24 - found} answers without the confidence {source!r}" in capsys.readouterr().err
 
 
 def test_a_fault_of_ours_is_one_requests_own(caplog: pytest.LogCaptureFixture) -> None:

@@ -132,9 +132,9 @@ def append_line(file: BinaryIO, content: Mapping[str, Any]) -> None:
     try:
         while line:
             line = line[os.write(file.fileno(), line) :]
-    except OSError:
+    except OSError as error:
         os.ftruncate(file.fileno(), before)
-        raise
+        raise OSError(error.errno, _refusal(error, Path(file.name), len(line))) from error
 
 
 def as_json_line(content: Mapping[str, Any]) -> str:

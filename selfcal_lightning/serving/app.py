@@ -188,9 +188,7 @@ class Service:
             raise Refused(504, "The deadline or the limit of tokens came before the first sample was whole.")
         if outcome.failed == len(outcome.samples):
             raise Refused(502, f"All {outcome.failed} samples of this question failed in the engine.")
-        threshold = job.body.threshold
-        if threshold is None:
-            threshold = getattr(job.strategy, "threshold", None)
+        threshold = getattr(job.strategy, "threshold", None) if job.body.threshold is None else job.body.threshold
         if threshold is not None and getattr(job.strategy, "criterion", None) == "entropy":
             threshold = 1.0 - threshold  # the confidence is one minus the entropy, which has to fall to it
         reply = make_reply(job, outcome, calibration=self.calibration, confidence=self.confidence, threshold=threshold)
@@ -232,8 +230,7 @@ class Service:
                     yield event(head | {"choices": [delta(role="assistant", content="")]})
                 begun = True
                 yield event(head | {"choices": [delta(content=news)]})
-            options = job.body.stream_options
-            usage = options is not None and bool(options.include_usage)
+            usage = bool(job.body.stream_options and job.body.stream_options.include_usage)
             for chunk in self.reply(job, news).chunks(begun=begun, include_usage=usage):
                 yield event(chunk)
             self.metrics.seconds.observe(time.monotonic() - began)
@@ -263,8 +260,8 @@ class Service:
         self.feedback.remember(name, messages[-1].content, read, told=value)
         described = self.calibration.describe(source)
         return JSONResponse({
-            "id": name, "object": "confidence", "model": body.model, "confidence": value, "source": source,
-            "calibrated": described is not None, "calibration": described, "answer": answer,
+            "id": name, "object": "confidence", "model": body.model or self.model, "confidence": value,
+            "source": source, "calibrated": described is not None, "calibration": described, "answer": answer,
             "label_mass": (sample.yes_mass or 0.0) + (sample.no_mass or 0.0),
         })  # fmt: skip
 

@@ -149,7 +149,7 @@ class ChatBody(Lenient):
 class ConfidenceBody(Strict):
     """The body of ``/v1/confidence``: a chat, and a response to it that somebody else wrote."""
 
-    model: str
+    model: str | None = None
     messages: Annotated[list[Turn], Field(min_length=1)]
     response: str
     task: str | None = None

@@ -397,7 +397,7 @@ def over_upstream(engine: OpenAIEngine, chat: ChatFormat, **limits: Any) -> Iter
     asyncio.run(desk.close(0.0))
 
 
-READ = {"/v1/confidence": {"model": "m", "messages": [{"role": "user", "content": "?"}], "response": "4"},
+READ = {"/v1/confidence": {"messages": [{"role": "user", "content": "?"}], "response": "4"},
         "/v1/systemone": {"state": "?", "questions": {"n": {"type": "noul"}, "o": {"type": "noul"}}}}  # fmt: skip
 
 

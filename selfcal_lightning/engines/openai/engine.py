@@ -137,8 +137,8 @@ class OpenAIEngine:
         self._stop_token_ids = None if stop_token_ids is None else sorted(stop_token_ids)
         self._vocabulary = 0
         self._server_edt, self._api_key_env = server_edt, api_key_env
-        self._max_batch, self._max_retries, self._deadline = max_batch, max_retries, deadline
-        self._waits, self._interval = (first_wait, longest_wait), stream_interval
+        self._max_batch, self._deadline, self._interval = max_batch, deadline, stream_interval
+        self._retrying = max_retries, first_wait, longest_wait
         self._key: str | None = None
         self._jobs: BackgroundJobs | None = None
         self._transport: Transport | None = None
@@ -266,14 +266,7 @@ class OpenAIEngine:
             self._stop_token_ids = sorted(ends)
         self._vocabulary = max(len(self._chat.tokenizer), vocabulary_size(self._tokenizer, revision=revision))
         self._key = read_key(self._api_key_env)
-        transport = Transport(
-            self.base_url,
-            key=self._key,
-            max_connections=self._max_batch + 1,
-            max_retries=self._max_retries,
-            first_wait=self._waits[0],
-            longest_wait=self._waits[1],
-        )
+        transport = Transport(self.base_url, self._key, self._max_batch + 1, *self._retrying)
         jobs = BackgroundJobs(limit=self._max_batch)
         try:
             self._facts = jobs.run(presentably(self._inspect(transport), key=self._key))

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from functools import partial
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
@@ -45,7 +46,7 @@ _OWN_FAULTS = {HTTPStatus.BAD_REQUEST, HTTPStatus.REQUEST_ENTITY_TOO_LARGE, HTTP
 T = TypeVar("T")
 Job = Callable[[], Coroutine[Any, Any, Any]]
 Outcome = tuple[int, Any, BaseException | None]
-Key = int | asyncio.Future[Any]  # a job's number, or what waits for its result in the loop
+Key = int | asyncio.Future[Any]  # a job's number, or what waits in the loop for its task to end
 
 
 def check_base_url(base_url: str, *, allow_http: bool = False) -> str:
@@ -113,7 +114,7 @@ class BackgroundJobs:
         self._waiting.extendleft(reversed(list(zip(keys, jobs, strict=True))))
         self._fill()
         try:
-            return await asyncio.gather(*keys)
+            return [task.result() for task in await asyncio.gather(*keys)]
         finally:
             await self._drop(set(keys))
 
@@ -156,16 +157,12 @@ class BackgroundJobs:
 
     def _on_done(self, key: Key, task: asyncio.Task[Any]) -> None:
         del self._running[key]
-        error = None if task.cancelled() else task.exception()
-        if isinstance(key, int) and not task.cancelled():
+        if isinstance(key, asyncio.Future):
+            if not key.done():
+                key.set_result(task)
+        elif not task.cancelled():
+            error = task.exception()
             self._outcomes.put((key, None if error else task.result(), error))
-        elif isinstance(key, asyncio.Future) and not key.done():
-            if task.cancelled():
-                key.cancel()
-            elif error is not None:
-                key.set_exception(error)
-            else:
-                key.set_result(task.result())
         self._fill()
 
     async def _drop(self, keys: set[Key] | None) -> None:
@@ -198,22 +195,18 @@ def is_refusal(error: ServerError) -> bool:
     return isinstance(error, StatusError) and error.status in _OWN_FAULTS
 
 
+@dataclass(eq=False, repr=False)
 class Transport:
     """Sends requests from within one event loop."""
 
-    def __init__(
-        self,
-        base_url: str,
-        *,
-        key: str | None,
-        max_connections: int,
-        max_retries: int,
-        first_wait: float,
-        longest_wait: float,
-    ) -> None:
-        self.base_url, self._key = base_url, key
-        self._max_connections, self._max_retries = max_connections, max_retries
-        self._first_wait, self._longest_wait = first_wait, longest_wait
+    base_url: str
+    key: str | None
+    max_connections: int
+    max_retries: int
+    first_wait: float
+    longest_wait: float
+
+    def __post_init__(self) -> None:
         self._http = require("aiohttp", extra="openai")
         self._session: ClientSession | None = None
         self._retries = 0
@@ -259,7 +252,7 @@ class Transport:
                         trouble, wait = str(error), self._wait(number, error.retry_after)
                     except (self._http.ClientError, ConnectionError) as error:
                         trouble, wait = self._named(error), self._wait(number)
-                    if number > self._max_retries:
+                    if number > self.max_retries:
                         raise self._failure(f"{trouble} ({number} attempts)")
                     if clock() + wait >= deadline:
                         raise self._failure(f"{trouble} (attempt {number}; no time left to wait {wait:.3g} s more)")
@@ -276,8 +269,8 @@ class Transport:
     def _wait(self, number: int, retry_after: float | None = None) -> float:
         chance = random.random()
         if retry_after is not None:  # a little more, so that clients that were told the same do not come together
-            return retry_after + chance * self._first_wait
-        return backoff_seconds(number - 1, first=self._first_wait, longest=self._longest_wait, chance=chance)
+            return retry_after + chance * self.first_wait
+        return backoff_seconds(number - 1, first=self.first_wait, longest=self.longest_wait, chance=chance)
 
     def _failure(self, reason: str) -> ServerError:
         return ServerError(f"The server at {self.base_url} failed: {reason}")
@@ -287,7 +280,7 @@ class Transport:
         return self._shown(f"{type(error).__name__}: {error}")
 
     def _shown(self, text: str) -> str:
-        return presentable(text, key=self._key)
+        return presentable(text, key=self.key)
 
     async def _json(self, method: str, path: str, body: dict[str, Any] | None) -> Any:
         async with self._answer(method, path, body) as answer:
@@ -297,10 +290,10 @@ class Transport:
     async def _answer(self, method: str, path: str, body: dict[str, Any] | None) -> AsyncIterator[ClientResponse]:
         if self._session is None:
             self._session = self._http.ClientSession(
-                connector=self._http.TCPConnector(limit=self._max_connections),
+                connector=self._http.TCPConnector(limit=self.max_connections),
                 timeout=self._http.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS),
                 cookie_jar=self._http.DummyCookieJar(),
-                headers={} if self._key is None else {"Authorization": f"Bearer {self._key}"},
+                headers={} if self.key is None else {"Authorization": f"Bearer {self.key}"},
             )
         url = path if "://" in path else f"{self.base_url}/{path}"
         async with self._session.request(method, url, json=body, allow_redirects=False) as answer:

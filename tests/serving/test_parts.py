@@ -408,7 +408,7 @@ def test_reading_at_a_server_that_hangs_delays_no_question(chat: ChatFormat, tin
     async def ask(server: Service) -> tuple[int, int, float]:
         async with client_of(server) as client:
             reading = asyncio.create_task(client.post(path, json=READ[path]))
-            while not upstream.completions():
+            while not upstream.completions() and not reading.done():
                 await asyncio.sleep(0.01)
             began, asked = time.monotonic(), {"model": "m", "messages": MESSAGES, "selfcal": {"max_samples": 1}}
             answer = await client.post("/v1/chat/completions", json=asked)
@@ -444,7 +444,7 @@ def test_readings_count_for_the_queue_at_once_and_are_answered_before_the_end(
         async with client_of(server) as client:
             path = "/v1/systemone"
             both = asyncio.gather(*(client.post(path, json=READ[path]) for _ in range(2)))
-            while not upstream.completions():
+            while not upstream.completions() and not both.done():
                 await asyncio.sleep(0.01)
             await server.desk.close(10.0)
             return [response.status_code for response in await both]

@@ -84,8 +84,9 @@ class SelectionSettings:
 
     @property
     def names(self) -> tuple[str, ...]:
-        named = [name for name in (self.pick, self.keep) if name not in (FUSED, SHARE, SSC, PICK)]
-        return tuple(dict.fromkeys([*named, *self.scores]))
+        picks = [] if self.pick in (FUSED, SHARE, SSC) else [self.pick]
+        keeps = [] if self.keep in (SHARE, SSC, PICK, self.pick) else [self.keep]
+        return tuple(dict.fromkeys([*picks, *keeps, *self.scores]))
 
 
 # Why a question is not kept.

@@ -238,6 +238,8 @@ def test_the_files_of_the_reference_system_claim_nothing_that_nobody_judged(stor
         ({"features": ["p_true"]}, "Expected `features` with `pick` 'fused'"),
         ({"order": "best"}, "order"),
         ({"keep": "self_certainty"}, "Run `selfcal score --estimator self_certainty"),
+        ({"keep": "fused"}, "`keep` to be one of share, ssc, pick, .* but got 'fused'"),
+        ({"pick": "pick"}, "`pick` to be one of fused, share, ssc, .* but got 'pick'"),
         ({"pick": "self_certanty"}, r"`pick` .*got 'self_certanty'\. Did you mean 'self_c"),
     ],
 )
@@ -259,6 +261,18 @@ def test_a_score_within_questions_picks_and_does_not_keep(store: Path, tmp_path:
         select(written.path, tmp_path / "chosen", **options)
     picked = select(written.path, tmp_path / "chosen", pick="steady", threshold=0.5)
     assert {row.pick_score for row in picked.kept} == {1.0}
+
+
+def test_a_stored_confidence_called_fused_keeps_questions(store: Path, tmp_path: Path) -> None:
+    shutil.copytree(store, tmp_path / "store")
+    written = SampleStore(tmp_path / "store")
+    index, shards = written.index(), written.manifest.shards
+    annotation = Annotation(written.path, "fused")  # as `selfcal fit-confidence` names it
+    annotation.write_part("run", "0", index, index.question_index / NUM_QUESTIONS, shards)
+    annotation.publish("run", ["0"], origin={"estimator": "fused"}, details={})
+    chosen = select(written.path, tmp_path / "chosen", keep="fused", keep_count=3)
+    assert [row.question_id for row in chosen.kept] == ["q009", "q010", "q011"]
+    assert [row.scores["fused"] for row in chosen.kept] == [0.75, 10 / 12, 11 / 12]
 
 
 def test_votes_cannot_be_learnt_from_votes_nor_from_nothing() -> None:

@@ -150,6 +150,10 @@ class AuxiliarySettings:
     loss: LossName | None = None
     ranking: float | None = None
 
+    def __post_init__(self) -> None:
+        check_literals(self)
+        check_not_negative(ranking=self.ranking or 0.0)
+
 
 def read_auxiliary(
     auxiliary: Mapping[str, AuxiliarySettings | Mapping[str, Any]] | None, *, activated: bool

@@ -103,6 +103,10 @@ SETTINGS: dict[type, list[tuple[dict[str, Any], str]]] = {
         ({"normalise": "rows"}, "`normalise`"),
     ],
     QuestionSource: [({"share": 0.0}, "share"), ({"limit": 0}, "limit"), ({"offset": -1}, "offset")],
+    AuxiliarySettings: [
+        ({"ranking": -0.5}, "`ranking` to be a number of at least 0, but got -0.5"),
+        ({"loss": "l2"}, "`loss` to be one of smooth_l1, .*got 'l2'"),
+    ],
     AdapterModelParallelStrategy: [
         ({"tensor_parallel_size": 2}, "`tensor_parallel_size` must be 1 .*, but got 2"),
         ({"timeout_minutes": 0.0}, r"`timeout_minutes` .* got 0\.0"),

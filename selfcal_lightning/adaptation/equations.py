@@ -59,13 +59,9 @@ def find_equations(text: str) -> list[Equation]:
     A right side with decimals holds when the left side rounds to it, as in ``10 / 3 = 3.33``, or begins with it, as in
     ``2 / 3 = 0.66...``. One side has to compute something: ``half of 20 = 10`` is no equation.
     """
-    plain = _MARKUP.sub(_blank, text)  # of the same length: places are those in the text
+    # Markup becomes as many spaces, so that places stay; for display mathematics line breaks, which end an equation.
+    plain = _MARKUP.sub(lambda mark: ("\n" if mark[0] in ("\\[", "\\]") else " ") * len(mark[0]), text)
     return [found for run in _RUN.finditer(plain) if "=" in run.group() for found in _of_run(text, plain, run)]
-
-
-def _blank(mark: re.Match[str]) -> str:
-    """Return what replaces markup: spaces, or for display mathematics line breaks, which end an equation."""
-    return ("\n" if mark.group() in ("\\[", "\\]") else " ") * len(mark.group())
 
 
 def equation_validity(texts: Sequence[str], answers: Sequence[Fraction | None] | None = None) -> list[float | None]:

@@ -145,7 +145,12 @@ def compare_set(
         "distinct": (base.distinct(), adapted.distinct()),
         BEYOND: (base_greedy.accuracy(), adapted.accuracy()),
     }
-    changes = {key: _change_of_means(*pair, seed=seed) for key, pair in pairs.items()}
+    changes = {}
+    for key, (was, now) in pairs.items():
+        blocks = bootstrap.resample_counts(len(was), num_resamples=RESAMPLES, seed=seed)
+        resampled = np.concatenate([block @ (now - was) for block in blocks]) / len(was)
+        difference = Estimate.from_resamples(float((now - was).mean()), resampled)
+        changes[key] = Change(float(was.mean()), float(now.mean()), difference)
     if (before := base.scored()) is not None and (after := adapted.scored()) is not None:
         metrics = list(CALIBRATION.values())
         found = bootstrap.paired_bootstrap(before, after, metrics=metrics, num_resamples=RESAMPLES, seed=seed)
@@ -185,14 +190,6 @@ def verdict(changes: Mapping[str, Change]) -> str:
     if beyond is None or beyond <= 0.0:
         return "sharpening: pass@1 rises, to no more than the base model's own greedy response has"
     return "a gain of pass@1 beyond the base model's greedy response"
-
-
-def _change_of_means(before: Floats, after: Floats, *, seed: int) -> Change:
-    difference = after - before
-    blocks = bootstrap.resample_counts(len(difference), num_resamples=RESAMPLES, seed=seed)
-    resampled = np.concatenate([block @ difference for block in blocks]) / len(difference)
-    change = Estimate.from_resamples(float(difference.mean()), resampled)
-    return Change(float(before.mean()), float(after.mean()), change)
 
 
 def round_labels(store_dir: str | Path, questions: Sequence[Question]) -> dict[str, dict[str, Any]]:

@@ -250,11 +250,13 @@ class EngineExtractor:
                     pending.discard(response.request_id)
                     job = jobs[response.request_id]
                     reply = read_reply(response.text)
-                    is_first, job.reply = job.reply is None, response.text
-                    if reply.steps is not None:
-                        yield checked_steps(job.example, reply.steps, repaired=not is_first)
-                    elif is_first and len(self._prompt(job)) <= room:  # ask once more
-                        pending |= set(self._engine.submit([self._request(response.request_id, job)]))
+                    if reply.steps is None and job.bad is None:
+                        job.bad = response.text
+                        if len(self._prompt(job)) <= room:  # it is asked once more
+                            pending |= set(self._engine.submit([self._request(response.request_id, job)]))
+                            continue
+                    if reply.steps is None:
+                        yield _none(job.example, str(reply.reason), repaired=job.bad is not None)
                     else:
                         yield _none(job.example, str(reply.reason), repaired=True)
         finally:

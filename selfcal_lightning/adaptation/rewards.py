@@ -103,8 +103,7 @@ def log_reward(prompts: Any, completions: Any, **columns: Any) -> list[float | N
 
 def correctness_reward(prompts: Any, completions: Any, **columns: Any) -> list[float | None]:
     """1 for a right answer, else 0; None without a reference. With `token_advantages`, the reward of reasoning."""
-    texts = _texts(completions)
-    _log_confidences(texts, columns.get("log_metric"))
+    texts = _texts(completions, columns.get("log_metric"))
     return _verdicts(texts, columns["answer"], columns["data_source"])
 
 
@@ -114,9 +113,8 @@ def group_confidence_reward(prompts: Any, completions: Any, **columns: Any) -> l
     A group is all completions of one prompt in the call. The share varies less than a single verdict does.
     With `token_advantages`, the reward of the confidence tokens.
     """
-    texts = _texts(completions)
+    texts = _texts(completions, columns.get("log_metric"))
     verdicts = _verdicts(texts, columns["answer"], columns["data_source"])
-    _log_confidences(texts, columns.get("log_metric"))
     rewards: list[float | None] = [None] * len(texts)
     for members in _groups(prompts):
         known = [verdict for at in members if (verdict := verdicts[at]) is not None]
@@ -131,8 +129,7 @@ def soft_consistency_reward(prompts: Any, completions: Any, **columns: Any) -> l
     A response without a valid confidence votes with weight 0; an unreadable answer gets 0; a group without any
     confidence above 0 gets None. Reads `data_source` alone.
     """
-    texts = _texts(completions)
-    _log_confidences(texts, columns.get("log_metric"))
+    texts = _texts(completions, columns.get("log_metric"))
     rewards: list[float | None] = [None] * len(texts)
     for members in _groups(prompts):
         task = _task(columns["data_source"][members[0]])
@@ -187,17 +184,22 @@ def token_advantages(reasoning: Any, confidence: Any, mask: Any) -> Any:
 
 
 def _scored(score: Callable[[float | None, float], float], completions: Any, columns: dict) -> list[float | None]:
-    texts = _texts(completions)
+    texts = _texts(completions, columns.get("log_metric"))
     verdicts = _verdicts(texts, columns["answer"], columns["data_source"])
-    _log_confidences(texts, columns.get("log_metric"))
     return [
         None if correct is None else correct + score(stated_confidence(text).value, correct)
         for text, correct in zip(texts, verdicts, strict=True)
     ]
 
 
-def _texts(completions: Sequence[Any]) -> list[str]:
-    return [one if isinstance(one, str) else one[-1]["content"] for one in completions]
+def _texts(completions: Sequence[Any], log_metric: LogMetric | None) -> list[str]:
+    """Return the texts of completions; the confidences that they state are logged."""
+    texts = [one if isinstance(one, str) else one[-1]["content"] for one in completions]
+    if log_metric is not None:
+        for name, value in confidence_metrics(texts).items():
+            if value is not None:
+                log_metric(name, value)
+    return texts
 
 
 @cache
@@ -229,12 +231,6 @@ def _groups(prompts: Sequence[Any]) -> list[list[int]]:
     for at, prompt in enumerate(prompts):
         members.setdefault(json.dumps(prompt, sort_keys=True), []).append(at)
     return list(members.values())
-
-
-def _log_confidences(texts: Sequence[str], log_metric: LogMetric | None) -> None:
-    for name, value in confidence_metrics(texts).items() if log_metric else ():
-        if value is not None:
-            log_metric(name, value)  # type: ignore[misc]
 
 
 def _mask(ids: list[int], tokenizer: Any) -> list[bool]:

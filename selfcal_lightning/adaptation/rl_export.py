@@ -20,15 +20,8 @@ from selfcal_lightning.adaptation.key_steps import KeySteps, read_key_steps
 from selfcal_lightning.adaptation.picking import Label, SelectedRow
 from selfcal_lightning.adaptation.reward_file import reward_source
 from selfcal_lightning.adaptation.selection_files import Example, Selection, examples
+from selfcal_lightning.core import files
 from selfcal_lightning.core.errors import InputError
-from selfcal_lightning.core.files import (
-    as_json_line,
-    check_apart,
-    holds_only,
-    json_object_or_none,
-    to_json,
-    write_atomically,
-)
 from selfcal_lightning.data.store.shards import parquet_bytes
 from selfcal_lightning.data.tasks.registry import get_task
 
@@ -109,15 +102,6 @@ def verl_table(rows: Sequence[TrainingRow], *, selection_sha256: str) -> pa.Tabl
     return pa.Table.from_pylist([_verl_row(row, names, selection_sha256) for row in rows], schema=schema)
 
 
-def trl_table(rows: Sequence[TrainingRow]) -> pa.Table:
-    """Return the table of TRL; ``GRPOTrainer`` passes all columns to the reward, ``SFTTrainer`` reads two."""
-    columns = {"prompt": _CHAT, "completion": _CHAT, "data_source": _TEXT, "answer": _TEXT, **_LABEL}
-    schema = pa.schema({**columns, "key_steps": _STEPS, "question_id": _TEXT})
-    own = [{"prompt": row.chat, "completion": [row.turn], "question_id": row.row.question_id} for row in rows]
-    content = [one | row.reward_fields for one, row in zip(own, rows, strict=True)]
-    return pa.Table.from_pylist(content, schema=schema)
-
-
 def _verl_row(row: TrainingRow, names: Sequence[str], selection_sha256: str) -> dict[str, Any]:
     fields = row.reward_fields
     return {
@@ -152,9 +136,10 @@ class RLExport:
 def check_export_target(output: str | Path, selection: Selection) -> None:
     """Raise InputError unless ``output`` is a new or empty folder, or an earlier export."""
     place = Path(output)
-    check_apart(place, {"selection": selection.path, "store": selection.manifest["store"]["path"]}, option="output")
+    store = selection.manifest["store"]["path"]
+    files.check_apart(place, {"selection": selection.path, "store": store}, option="output")
     is_own = _manifest_of(place).get("kind") == KIND
-    if place.exists() and not is_own and not (place.is_dir() and holds_only(place)):
+    if place.exists() and not is_own and not (place.is_dir() and files.holds_only(place)):
         raise InputError(f"`output` {output} is no earlier export and is left as it is. Choose another name.")
 
 
@@ -169,20 +154,20 @@ def export_rl(
 ) -> RLExport:
     check_export_target(output, selection)
     rows = training_rows(examples(selection, store_dir=store_dir), read_key_steps(selection), label=label)
-    files = _rows_files(rows, format, selection)
+    contents = _rows_files(rows, format, selection)
     if reward_file and format != "reference":
         names = dict.fromkeys(row.row.task for row in rows)
-        files[REWARD_FILE] = reward_source(get_task(name) for name in names).encode()
+        contents[REWARD_FILE] = reward_source(get_task(name) for name in names).encode()
     folder = Path(output)
     folder.mkdir(parents=True, exist_ok=True)
     earlier = {Path(name).name for name in _manifest_of(folder).get("files", ())}  # another format has other files
     # Without digests until all is written: after a kill, the folder is still known as an export.
-    begun = {"kind": KIND, "files": dict.fromkeys(sorted({*earlier, *files}))}
-    write_atomically(folder / MANIFEST_FILE, to_json(begun))
+    begun = {"kind": KIND, "files": dict.fromkeys(sorted({*earlier, *contents}))}
+    files.write_atomically(folder / MANIFEST_FILE, files.to_json(begun))
     for name in earlier:
         (folder / name).unlink(missing_ok=True)
-    for name, data in files.items():
-        write_atomically(folder / name, data)
+    for name, data in contents.items():
+        files.write_atomically(folder / name, data)
     settings = selection.manifest["settings"]
     manifest = {
         "kind": KIND,
@@ -197,14 +182,14 @@ def export_rl(
         },
         "selection_sha256": selection.sha256,
         "store": dict(selection.manifest["store"]),
-        "files": {name: hashlib.sha256(data).hexdigest() for name, data in sorted(files.items())},
+        "files": {name: hashlib.sha256(data).hexdigest() for name, data in sorted(contents.items())},
     }
-    write_atomically(folder / MANIFEST_FILE, to_json(manifest))
+    files.write_atomically(folder / MANIFEST_FILE, files.to_json(manifest))
     return RLExport(folder, manifest)
 
 
 def _manifest_of(folder: Path) -> dict[str, Any]:
-    return json_object_or_none(folder / MANIFEST_FILE) or {}
+    return files.json_object_or_none(folder / MANIFEST_FILE) or {}
 
 
 def _rows_files(rows: Sequence[TrainingRow], format: Format, selection: Selection) -> dict[str, bytes]:
@@ -213,18 +198,20 @@ def _rows_files(rows: Sequence[TrainingRow], format: Format, selection: Selectio
         supervised = pa.Table.from_pylist(chats, pa.schema({"messages": _CHAT}))
         table = verl_table(rows, selection_sha256=selection.sha256)
         return {"train.parquet": parquet_bytes(table), "sft.parquet": parquet_bytes(supervised)}
-    if format == "trl":
-        return {"train.parquet": parquet_bytes(trl_table(rows))}
-    if format == "openrlhf":
-        lines = []
-        for row in rows:  # our reward file reads the label
-            fields = row.reward_fields
-            label = json.dumps(fields, ensure_ascii=False)
-            lines.append(as_json_line({"input": row.chat, "label": label, "datasource": fields["data_source"]}))
-        return {"train.jsonl": "".join(lines).encode()}
-    content = []
+    if format == "trl":  # `GRPOTrainer` passes all columns to the reward, `SFTTrainer` reads two
+        columns = {"prompt": _CHAT, "completion": _CHAT, "data_source": _TEXT, "answer": _TEXT, **_LABEL}
+        schema = pa.schema({**columns, "key_steps": _STEPS, "question_id": _TEXT})
+        own = [{"prompt": row.chat, "completion": [row.turn], "question_id": row.row.question_id} for row in rows]
+        content = [one | row.reward_fields for one, row in zip(own, rows, strict=True)]
+        return {"train.parquet": parquet_bytes(pa.Table.from_pylist(content, schema=schema))}
+    written: list[dict[str, Any]] = []
+    if format == "openrlhf":  # of `--data.prompt_dataset`; the label is JSON that our reward file reads
+        for row in rows:
+            label = json.dumps(row.reward_fields, ensure_ascii=False)
+            written.append({"input": row.chat, "label": label, "datasource": row.reward_fields["data_source"]})
+        return {"train.jsonl": "".join(map(files.as_json_line, written)).encode()}
     for row in rows:  # key steps, as JSON, replace the response
         steps = json.dumps({"key_steps": row.key_steps}, ensure_ascii=False) if row.key_steps else None
-        asked = {"question": row.example.question.text, "answer": row.label.text}
-        content.append({**asked, "gpt_response": steps or row.example.sample.text})
-    return {"selected.json": f"{json.dumps(content, indent=1, ensure_ascii=False)}\n".encode()}
+        text = steps or row.example.sample.text
+        written.append({"question": row.example.question.text, "answer": row.label.text, "gpt_response": text})
+    return {"selected.json": f"{json.dumps(written, indent=1, ensure_ascii=False)}\n".encode()}

@@ -219,7 +219,7 @@ def test_an_export_that_was_cut_short_is_made_again(
 
     (tmp_path / ".export.json.1-abcd.tmp").write_text("{")
     run_export_rl(str(made.path), str(tmp_path), "openrlhf")
-    monkeypatch.setattr(rl_export, "write_atomically", full)
+    monkeypatch.setattr(rl_export.files, "write_atomically", full)
     with pytest.raises(OSError, match="no space"):
         run_export_rl(str(made.path), str(tmp_path), "verl")
     monkeypatch.undo()

@@ -6,11 +6,12 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from lightning.pytorch import Trainer
 from torch import Tensor
+from torch.optim import Optimizer
 
 from selfcal_lightning.adaptation import losses as policy_losses
 from selfcal_lightning.core.errors import InputError
@@ -20,6 +21,7 @@ from selfcal_lightning.models.activated import adapter_asleep
 from selfcal_lightning.models.causal_lm import evaluation_mode
 from selfcal_lightning.models.chat_format import DEFAULT_QUERY, Prompt
 from selfcal_lightning.models.lora import LoraSettings, adapter_state, set_adapter_state
+from selfcal_lightning.training import settings
 from selfcal_lightning.training.batches import SSCBatch
 from selfcal_lightning.training.calibrated_model import ConfidenceModel
 from selfcal_lightning.training.checkpoints import dropout_stream
@@ -27,18 +29,7 @@ from selfcal_lightning.training.losses import row_means, share_of_step
 from selfcal_lightning.training.model_parallel import trainer_of
 from selfcal_lightning.training.modules import check_stated, needed_data, plain_settings
 from selfcal_lightning.training.self_calibration import calibration_part, generation_part
-from selfcal_lightning.training.settings import (
-    AdapterSettings,
-    LossSettings,
-    OptimizerSettings,
-    check_literals,
-    check_not_negative,
-)
 from selfcal_lightning.training.support import Support, Way, check_features
-
-if TYPE_CHECKING:
-    from lightning.pytorch.strategies import Strategy
-    from torch.optim import Optimizer
 
 
 class PolicyBatch(SSCBatch):
@@ -64,8 +55,8 @@ class PolicySettings:
     clip_high: float = 0.28
 
     def __post_init__(self) -> None:
-        check_literals(self)
-        check_not_negative(calibration=self.calibration, kl=self.kl, entropy=self.entropy)
+        settings.check_literals(self)
+        settings.check_not_negative(calibration=self.calibration, kl=self.kl, entropy=self.entropy)
         if not 0.0 <= self.clip_low <= 1.0 or self.clip_high < 0.0:
             got = (self.clip_low, self.clip_high)
             raise InputError(f"Expected `clip_low` to lie in [0, 1] and `clip_high` to be at least 0, but got {got}.")
@@ -115,42 +106,6 @@ def policy_parts(
         clipped = row_means(is_clipped.to(ratios.dtype), row, num_rows=rows)
     weight, total = batch.generation_weight, batch.generation_total
     return PolicyParts(*(share_of_step(part, weight, total) for part in (gradient, divergence, entropy, clipped)))
-
-
-class PolicyStepLog:
-    def __init__(self) -> None:
-        self._sums: Tensor | None = None
-
-    def add(
-        self, batch: PolicyBatch, parts: PolicyParts, likelihood: Tensor, calibration: Tensor, p_true: Tensor
-    ) -> None:
-        calibrates = batch.calibration_weight > 0
-        target = torch.where(calibrates, batch.target, torch.zeros_like(batch.target))
-        values = (
-            *parts, likelihood, calibration, (p_true * calibrates).sum(), target.sum(), calibrates.sum(),
-            (batch.generation_weight > 0).sum(),
-        )  # fmt: skip
-        sums = torch.stack([value.detach().double() for value in values])
-        self._sums = sums if self._sums is None else self._sums + sums
-
-    def finish(self, strategy: Strategy, *, weights: dict[str, float], lr: float) -> dict[str, float]:
-        """Return the logged values of the step and begin the next; one small collective."""
-        if self._sums is None:
-            return {}
-        names = ("PolicyGradient", "KL", "Entropy", "Clipped", "Likelihood", "Calibration")
-        *parts, p_true, target, asked, learnt = strategy.reduce(self._sums, reduce_op="sum").tolist()
-        self._sums = None
-        losses = dict(zip(names, parts, strict=True))
-        clipped = losses.pop("Clipped")
-        return {
-            **{f"train/loss/{name}": value for name, value in losses.items()},
-            "train/loss/Total": sum(weights[name] * value for name, value in losses.items()),
-            "train/Clipped": clipped,
-            "train/Confidence": p_true / max(asked, 1.0),
-            "train/Target": target / max(asked, 1.0),
-            "train/ResponsesLearnt": learnt,
-            "train/LearningRate": lr,
-        }
 
 
 POLICY_LORA = LoraSettings(dropout=0.0, activated=False)
@@ -233,22 +188,22 @@ class TestTimeTrainingModule(ConfidenceModel):
         prompt: Prompt | None = None,
         seed: int = 0,
     ) -> None:
-        adapter = AdapterSettings(
+        adapter = settings.AdapterSettings(
             base_model, revision=revision, lora=lora, torch_dtype=torch_dtype, attn_implementation=attn_implementation,
             query=query, prompt=prompt, seed=seed,
         )  # fmt: skip
         if adapter.lora is None or adapter.activated:
             got = "None" if adapter.lora is None else "an activated one"
             raise InputError(f"Expected `lora` to change the generator, but got {got}. Set `lora.activated: false`.")
-        losses = LossSettings(beta=beta, p_true=p_true)
-        super().__init__(adapter, OptimizerSettings(lr, weight_decay, warmup_steps), losses)
+        losses = settings.LossSettings(beta=beta, p_true=p_true)
+        super().__init__(adapter, settings.OptimizerSettings(lr, weight_decay, warmup_steps), losses)
         self.policy = PolicySettings(reward, target, calibration, kl, entropy, ratio, clip_low, clip_high)
         plain = plain_settings(self.adapter, self.optimization, self.policy)
         self.save_hyperparameters(plain | {"beta": beta, "p_true": p_true})
         self._round_state: dict[str, Tensor] | None = None
         self._is_sampled_from = False
         self._epoch_taken_up: int | None = None
-        self._step_log = PolicyStepLog()
+        self._sums: Tensor | None = None  # of the micro-batches of an optimiser step, for its log
 
     def check_support(self, trainer: Trainer | None = None) -> None:
         super().check_support(trainer)
@@ -263,8 +218,6 @@ class TestTimeTrainingModule(ConfidenceModel):
 
     def _data(self) -> Any:
         return needed_data(self.data_module, who=type(self).__name__, remedy="use RolloutDataModule")
-
-    # ---- training
 
     def on_train_start(self) -> None:
         super().on_train_start()
@@ -318,11 +271,18 @@ class TestTimeTrainingModule(ConfidenceModel):
         else:
             logits = outputs.token_logits() if policy.entropy > 0.0 else None
             parts = policy_parts(batch, -losses, behaviour=behaviour, reference=reference, logits=logits, policy=policy)
-        self._step_log.add(batch, parts, likelihood=likelihood, calibration=calibration, p_true=p_true)
         total = (
             parts.gradient + policy.kl * parts.divergence - policy.entropy * parts.entropy + likelihood
             + policy.calibration * calibration
         )  # fmt: skip
+        calibrates = batch.calibration_weight > 0
+        target = torch.where(calibrates, batch.target, torch.zeros_like(batch.target))
+        logged = (
+            total, parts.gradient, parts.divergence, parts.entropy, likelihood, calibration, parts.clipped,
+            (p_true * calibrates).sum(), target.sum(), calibrates.sum(), (batch.generation_weight > 0).sum(),
+        )  # fmt: skip
+        sums = torch.stack([value.detach().double() for value in logged])
+        self._sums = sums if self._sums is None else self._sums + sums
         return total * self.trainer.world_size * self.trainer.accumulate_grad_batches
 
     def _earlier(self, batch: PolicyBatch) -> tuple[Tensor | None, Tensor | None]:
@@ -357,11 +317,20 @@ class TestTimeTrainingModule(ConfidenceModel):
             set_adapter_state(self.model, own)
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        weights = {
-            "PolicyGradient": 1.0, "KL": self.policy.kl, "Entropy": -self.policy.entropy, "Likelihood": 1.0,
-            "Calibration": self.policy.calibration,
-        }  # fmt: skip
-        logged = self._step_log.finish(self.trainer.strategy, weights=weights, lr=optimizer.param_groups[0]["lr"])
-        if logged:
-            self.log_dict(logged)
-            self.log("loss", logged["train/loss/Total"], prog_bar=True, logger=False)
+        """Log the values of the step; one small collective."""
+        if self._sums is None:
+            return
+        sums = self.trainer.strategy.reduce(self._sums, reduce_op="sum").tolist()
+        *losses, clipped, p_true, target, asked, learnt = sums
+        self._sums = None
+        names = ("Total", "PolicyGradient", "KL", "Entropy", "Likelihood", "Calibration")
+        self.log_dict({f"train/loss/{name}": value for name, value in zip(names, losses, strict=True)})
+        self.log("loss", losses[0], prog_bar=True, logger=False)
+        logged = {
+            "Clipped": clipped,
+            "Confidence": p_true / max(asked, 1.0),
+            "Target": target / max(asked, 1.0),
+            "ResponsesLearnt": learnt,
+            "LearningRate": optimizer.param_groups[0]["lr"],
+        }
+        self.log_dict({f"train/{name}": value for name, value in logged.items()})

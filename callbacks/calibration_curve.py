@@ -51,7 +51,7 @@ class PoolCurve(Callback, ABC):
 
     @abstractmethod
     def figures(self, pool: str, columns: Columns, before: Columns | None) -> dict[str, Figure]:
-        """Return the figures of a part by name; ``before`` is the same part before training, None where this is it."""
+        """Return the figures of a part by name; ``before`` is the same part before training, None where unknown."""
 
     def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
         """Ask for the log folder while all processes are here: they agree on it by a broadcast."""
@@ -176,7 +176,7 @@ class CalibrationCurve(PoolCurve):
         return labelled(metrics.points())
 
     def figures(self, pool: str, columns: Columns, before: Columns | None) -> dict[str, Figure]:
-        curves = {"before": columns} if before is None else {"before": before, "after": columns}
+        curves = {"confidence": columns} if before is None else {"before": before, "after": columns}
         return {
             "reliability": reliability_diagram(*columns, before=before, num_bins=self.num_bins, title=pool),
             "roc": roc_figure(curves, title=pool),

@@ -58,6 +58,13 @@ def test_before_and_after(tiny_model: str, store: Path, tmp_path: Path) -> None:
     assert before.value == pytest.approx(fresh["val/calibration/Brier"], abs=1e-6)
 
 
+@pytest.mark.parametrize("before", [None, (np.array([0.4, 0.6]), np.array([1.0, 0.0]))])
+def test_a_curve_is_called_before_only_where_it_is_that(before: Any) -> None:
+    figures = CalibrationCurve(before=before is not None).figures("gsm8k", (np.array([0.1, 0.9]), np.arange(2)), before)
+    labels = [text.get_text() for text in figures["roc"].axes[0].get_legend().get_texts()]
+    assert [label.split(":")[0] for label in labels] == (["before", "after"] if before else ["confidence"])
+
+
 @pytest.mark.slow
 def test_the_last_weights_are_scored_when_no_validation_did(tiny_model: str, store: Path, tmp_path: Path) -> None:
     run(tiny_model, store, tmp_path, CalibrationCurve(save_images=False), max_steps=3)

@@ -80,7 +80,13 @@ class AdaptationGuard(Callback):
 
     def _judge(self, trainer: Trainer, module: TestTimeTrainingModule, *, round: int, is_sampled: bool) -> None:
         data = _data(trainer)
-        fall = self._logprob_fall(module, data)
+        chosen = data.anchor_batches(questions=self.questions, samples=self.samples)
+        batches = [batch.to(module.device) for batch in chosen]
+        if not self._base:
+            with adapter_asleep(module.model):
+                self._base = [module.response_logprobs(batch) for batch in batches]
+        logprobs = [module.response_logprobs(batch) for batch in batches]
+        fall = float((torch.cat(self._base) - torch.cat(logprobs)).double().mean())
         unknown = RoundMonitors(None, None, None, None, None, None)
         now = replace(self._monitors(data, round) if is_sampled else unknown, logprob_fall=fall)
         first = self._first if self._first is not None else unknown
@@ -106,16 +112,6 @@ class AdaptationGuard(Callback):
             lengths=[[sample.num_tokens for sample in now[name].samples] for name in shared],
             is_first=round == 0,
         )
-
-    def _logprob_fall(self, module: TestTimeTrainingModule, data: Any) -> float:
-        batches = [
-            batch.to(module.device) for batch in data.anchor_batches(questions=self.questions, samples=self.samples)
-        ]
-        if not self._base:
-            with adapter_asleep(module.model):
-                self._base = [module.response_logprobs(batch) for batch in batches]
-        now = [module.response_logprobs(batch) for batch in batches]
-        return float((torch.cat(self._base) - torch.cat(now)).double().mean())
 
     def _keep(self, trainer: Trainer, round: int, monitors: RoundMonitors, problems: list[str]) -> None:
         if not trainer.is_global_zero:

@@ -94,9 +94,19 @@ class PoolCurve(Callback, ABC):
             self._draw(trainer, "val", scored, self._before)
 
     def _score(self, trainer: Trainer, module: Any) -> Pools | None:
-        """Score the pool in a pass that Lightning does not know of, and log its metrics on the first process."""
-        if not score_pool(trainer, module):
+        """Score the pool in a pass that Lightning does not know of, and log its metrics; None without a pool."""
+        # Lightning validates before the first training step only in its sanity check, whose results it drops.
+        if trainer.val_dataloaders is None:
+            build_validation_loaders(trainer)
+        loaders = trainer.val_dataloaders
+        loaders = loaders if isinstance(loaders, list) else [loaders]
+        if not loaders:
             return None
+        module.val_metrics.reset()
+        with evaluation_mode(module), torch.no_grad():
+            for loader, limit in zip(loaders, trainer.num_val_batches, strict=True):
+                for index, batch in enumerate(islice(loader, None if limit == float("inf") else int(limit))):
+                    trainer.strategy.validation_step(trainer.strategy.batch_to_device(batch, module.device), index)
         values, pools = module.val_metrics.compute(), self.pools(module.val_metrics)
         module.val_metrics.reset()
         scalars = {f"val/{name}": float(value) for name, value in values.items() if value == value}
@@ -127,23 +137,6 @@ class PoolCurve(Callback, ABC):
             elif isinstance(logger, MLFlowLogger):
                 place = f"{self.tag}/{name}-{trainer.global_step}.png"
                 logger.experiment.log_figure(logger.run_id, figure, place)
-
-
-def score_pool(trainer: Trainer, module: Any) -> bool:
-    """Run the validation data, if there are any, through the module and leave the results in its ``val_metrics``."""
-    # Lightning validates before the first training step only in its sanity check, whose results it drops.
-    if trainer.val_dataloaders is None:
-        build_validation_loaders(trainer)
-    loaders = trainer.val_dataloaders
-    loaders = loaders if isinstance(loaders, list) else [loaders]
-    if not loaders:
-        return False
-    module.val_metrics.reset()
-    with evaluation_mode(module), torch.no_grad():
-        for loader, limit in zip(loaders, trainer.num_val_batches, strict=True):
-            for index, batch in enumerate(islice(loader, None if limit == float("inf") else int(limit))):
-                trainer.strategy.validation_step(trainer.strategy.batch_to_device(batch, module.device), index)
-    return True
 
 
 class CalibrationCurve(PoolCurve):

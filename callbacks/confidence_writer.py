@@ -107,7 +107,15 @@ class ConfidenceWriter(Callback):
                 self._run,
                 [_part(rank, trainer.world_size) for rank in range(trainer.world_size)],
                 origin=self._origin,
-                details=_details(trainer, pl_module),
+                details={  # worth knowing about a run, and without effect on its values up to rounding
+                    "split": data.predict_split,
+                    "model": pl_module.base_model,
+                    "revision": pl_module.revision,
+                    "checkpoint": None if trainer.ckpt_path is None else str(trainer.ckpt_path),
+                    "adapter": None if pl_module.exported_from is None else str(pl_module.exported_from),
+                    "precision": str(trainer.precision),
+                    "created": datetime.now(UTC).isoformat(timespec="seconds"),
+                },
                 overwrite=self.overwrite,
             )
             rounds = {entry.file: entry.round for entry in shards}
@@ -136,19 +144,6 @@ def trained_sha256(module: Any) -> str:
             digest.update(name.encode())
             digest.update(whole.float().cpu().contiguous().numpy().data)
     return digest.hexdigest()
-
-
-def _details(trainer: Trainer, module: ScoringModule) -> dict[str, Any]:
-    """Return what is worth knowing about a run and does not change its values, up to rounding."""
-    return {
-        "split": _scored(trainer)[0].predict_split,
-        "model": module.base_model,
-        "revision": module.revision,
-        "checkpoint": None if trainer.ckpt_path is None else str(trainer.ckpt_path),
-        "adapter": None if module.exported_from is None else str(module.exported_from),
-        "precision": str(trainer.precision),
-        "created": datetime.now(UTC).isoformat(timespec="seconds"),
-    }
 
 
 def _stored(data: Any) -> Any:

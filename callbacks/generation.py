@@ -193,7 +193,6 @@ class ResumedAt:
 
 
 def resumed_at(checkpoint: Mapping[str, Any]) -> ResumedAt:
-    """Return where training continues from a checkpoint of Lightning's Trainer."""
     # One written between the last batch of an epoch and its end counts the epoch as begun and not as completed.
     loop = checkpoint["loops"]["fit_loop"]
     epochs, batches = loop["epoch_progress"]["current"], loop["epoch_loop.batch_progress"]
@@ -254,20 +253,6 @@ def training_digest(trainer: Trainer, module: ConfidenceModel, *, round: int | N
         "round": round,
     }
     return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
-
-
-def report_round(trainer: Trainer, round: int) -> None:
-    """Describe ``round`` of the training questions, log it as ``round/...`` and say it; for one process."""
-    data = _data(trainer)
-    settings = {"raw": data.p_true == "raw", "drop_none": data.drop_none}
-    later = _index(data, round)
-    values = {"Number": float(round), **rounds.describe_round(later, **settings)}
-    if round > 0:
-        earlier, now = (rounds.question_targets(index, **settings) for index in (_index(data, round - 1), later))
-        values |= rounds.describe_shift(earlier, now)
-    for logger in trainer.loggers:
-        logger.log_metrics({f"round/{name}": value for name, value in values.items()}, step=trainer.global_step)
-    say(f"SSCGeneration: round {round}: {', '.join(f'{name} {value:.4g}' for name, value in values.items())}")
 
 
 def _data(trainer: Trainer) -> StoredDataModule:
@@ -497,10 +482,22 @@ class SSCGeneration(Callback):
             self._unreported.append(round)
 
     def _report(self, trainer: Trainer) -> None:
+        """Log the rounds of the training questions as ``round/...`` and say them."""
+        data = _data(trainer)
+        settings = {"raw": data.p_true == "raw", "drop_none": data.drop_none}
         for round in self._unreported:
             self._reported = round
-            if trainer.is_global_zero:
-                report_round(trainer, round)
+            if not trainer.is_global_zero:
+                continue
+            later = _index(data, round)
+            values = {"Number": float(round), **rounds.describe_round(later, **settings)}
+            if round > 0:
+                both = (rounds.question_targets(index, **settings) for index in (_index(data, round - 1), later))
+                values |= rounds.describe_shift(*both)
+            for logger in trainer.loggers:
+                logger.log_metrics({f"round/{name}": value for name, value in values.items()}, step=trainer.global_step)
+            told = ", ".join(f"{name} {value:.4g}" for name, value in values.items())
+            say(f"SSCGeneration: round {round}: {told}")
         self._unreported = []
 
     def _fill(

@@ -20,20 +20,12 @@ from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.data.store.overview import counted_samples
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.data.store.shards import SampleIndex
+from selfcal_lightning.datamodules.ssc import tuples
 from selfcal_lightning.datamodules.ssc.collate import RowLayout, SSCCollator, TupleRows
 from selfcal_lightning.datamodules.ssc.mixture import EpochDraw, FloatArray, IntArray
 from selfcal_lightning.datamodules.ssc.sampler import LateDataLoader, MicroBatch
 from selfcal_lightning.datamodules.ssc.stored_data import Split, StoredDataModule
 from selfcal_lightning.datamodules.ssc.stored_rows import epoch_to_read, read_rounds
-from selfcal_lightning.datamodules.ssc.tuples import (
-    PTrueName,
-    TargetName,
-    TargetRecipe,
-    TupleDataset,
-    TupleTable,
-    make_table,
-    question_slices,
-)
 from selfcal_lightning.metrics.consistency import soft_self_consistency
 from selfcal_lightning.metrics.group_rewards import (
     GroupReward,
@@ -56,7 +48,7 @@ class PolicyCollator(SSCCollator):
         advantage = torch.as_tensor(np.nan_to_num(auxiliary[:, 0]), dtype=torch.float32)
         return PolicyBatch(advantage=advantage, **batch.__dict__)
 
-    def label_tokens(self, table: TupleTable) -> IntArray:
+    def label_tokens(self, table: tuples.TupleTable) -> IntArray:
         """Return how many tokens of each row are learnt, [R]: those of its response, and the end of its turn."""
         suffix = self.chat.query.suffix_ids
         room = self.room_for_response(table.prompt_length)
@@ -70,7 +62,7 @@ def _entries(store: SampleStore, index: SampleIndex, round: int, *, texts: bool)
     if not texts:
         return list(counted_samples(store, index, round=round))
     found = []
-    for rows in question_slices(index):
+    for rows in tuples.question_slices(index):
         stored = store.read_rows(index.locate(np.arange(rows.start, rows.stop)))
         samples = tuple(
             replace(row.sample, answer=answer) for row, answer in zip(stored, index.answer[rows], strict=True)
@@ -86,7 +78,7 @@ def read_targets(
     confidence = index.yes_mass if raw else index.p_true
     values = np.full(len(index), np.nan)
     is_own = np.ones(len(index), dtype=bool) if is_anchor.all() else ~is_anchor
-    for rows in question_slices(index):
+    for rows in tuples.question_slices(index):
         answers = index.answer[rows]
         weights = [None if np.isnan(value) else float(value) for value in confidence[rows]]
         own, anchor = np.flatnonzero(is_own[rows]), np.flatnonzero(is_anchor[rows])
@@ -139,20 +131,30 @@ class RolloutDataModule(StoredDataModule):
     scale: Scale = "group"
     leave_one_out: bool = False
     normalise: Literal["tokens", "responses"] = "tokens"
-    p_true: PTrueName = "normalised"
+    p_true: tuples.PTrueName = "normalised"
     round: int = 0
     regenerate_every_n_epochs: int | None = None
 
     def __post_init__(self) -> None:
         check_reward(self.reward)
-        _check_learnt(self.reward, self.target, self.selection, self.regenerate_every_n_epochs)
+        every = self.regenerate_every_n_epochs
+        if self.reward == "none" and self.selection is None and self.target is None:
+            nothing = "`reward: none` without `selection` and `target` leaves nothing to learn"
+            raise InputError(f"{nothing}: name one of them.")
+        if self.selection is not None and self.reward != "none":
+            raise InputError(f"A `selection` needs `reward: none`, but got {self.reward!r}.")
+        if self.selection is not None and every is not None:
+            raise InputError(f"A `selection` covers one round: leave out `regenerate_every_n_epochs` {every}.")
+        if self.reward in ANNOTATIONS and every is not None:
+            raise InputError(
+                f"`reward: {self.reward}` reads what `selfcal score --estimator {ANNOTATIONS[self.reward]}` wrote for "
+                f"one round: leave out `regenerate_every_n_epochs` {every}, or take `fused`, which every round has."
+            )
         super().__post_init__()
         self.check_num_samples()
 
-    # ---- what the module and the callbacks ask for
-
     @property
-    def row_target(self) -> TargetName:
+    def row_target(self) -> tuples.TargetName:
         """What P(True) of the validation pool is compared with."""
         return "ssc"
 
@@ -203,8 +205,6 @@ class RolloutDataModule(StoredDataModule):
             return True
         return len(self._taught(store, self.collator(), round)[2]) >= self.steps_per_epoch
 
-    # ---- loaders
-
     def collator(self) -> PolicyCollator:
         return PolicyCollator(self.chat_format(), **self.shape())
 
@@ -229,25 +229,23 @@ class RolloutDataModule(StoredDataModule):
             rows_per_epoch=self._tuples_of_an_epoch(),
             order={"reward": self.reward, "scale": self.scale, "normalise": self.normalise, "round": newest},
         )
-        return self._loader(TupleDataset(store, table), sampler, collator)
+        return self._loader(tuples.TupleDataset(store, table), sampler, collator)
 
     def anchor_batches(self, *, questions: int, samples: int) -> Iterator[PolicyBatch]:
         """Yield the first responses of round 0 to the first questions, with labels at all their tokens."""
         store, collator = self._store(), self.collator()
         index = self._read(store, collator, (0,))
         index = index.select((index.question_index < questions) & (index.sample_index < samples))
-        table, _ = make_table(store, index, collator, [(np.full(len(index), np.nan), np.full(len(index), ""))])
-        dataset = TupleDataset(store, table)
+        table, _ = tuples.make_table(store, index, collator, [(np.full(len(index), np.nan), np.full(len(index), ""))])
+        dataset = tuples.TupleDataset(store, table)
         for start in range(0, len(table), self.validation_batch_size):
             rows = np.arange(start, min(start + self.validation_batch_size, len(table)))
             real, nothing, ones = np.ones(len(rows), dtype=bool), np.zeros(len(rows)), np.ones(len(rows))
             yield collator(dataset.__getitems__(MicroBatch(rows, real, nothing, ones, 0.0, float(len(rows)))))
 
-    # ---- reading the store
-
     def _table(
-        self, store: SampleStore, index: SampleIndex, collator: RowLayout, recipes: Sequence[TargetRecipe]
-    ) -> tuple[TupleTable, np.ndarray]:
+        self, store: SampleStore, index: SampleIndex, collator: RowLayout, recipes: Sequence[tuples.TargetRecipe]
+    ) -> tuple[tuples.TupleTable, np.ndarray]:
         return super()._table(store, self._seen(index), collator, recipes)
 
     def _seen(self, index: SampleIndex) -> SampleIndex:
@@ -265,13 +263,8 @@ class RolloutDataModule(StoredDataModule):
 
     def _taught(
         self, store: SampleStore, collator: PolicyCollator, round: int
-    ) -> tuple[TupleTable, tuple[FloatArray, FloatArray], np.ndarray, list[str]]:
+    ) -> tuple[tuples.TupleTable, tuple[FloatArray, FloatArray], np.ndarray, list[str]]:
         """Return the rows of a round, their weights, the numbers of those that teach, and notes on them."""
-        table, notes = self._learnt(store, collator, round)
-        weights = self._weights(table, collator)
-        return table, weights, np.flatnonzero((weights[0] > 0) | (weights[1] > 0)), notes
-
-    def _learnt(self, store: SampleStore, collator: PolicyCollator, round: int) -> tuple[TupleTable, list[str]]:
         index = self._read(store, collator, (round,), [ANNOTATIONS[self.reward]] if self.reward in ANNOTATIONS else [])
         target, notes = np.full(len(index), np.nan), []
         reasons = np.full(len(index), "", dtype=object)
@@ -282,9 +275,10 @@ class RolloutDataModule(StoredDataModule):
         if self.reward != "none":
             advantage, note = self._advantages(store, collator, index, round)
             notes.append(note)
-        table, _ = make_table(store, index, collator, [(target, reasons), (advantage, np.full(len(index), ""))])
+        table, _ = tuples.make_table(store, index, collator, [(target, reasons), (advantage, np.full(len(index), ""))])
         self._check_fits(table, "train")
-        return table, notes
+        weights = self._weights(table, collator)
+        return table, weights, np.flatnonzero((weights[0] > 0) | (weights[1] > 0)), notes
 
     def _advantages(
         self, store: SampleStore, collator: PolicyCollator, index: SampleIndex, round: int
@@ -333,7 +327,7 @@ class RolloutDataModule(StoredDataModule):
         values, reasons = read_targets(target, both, is_anchor, raw=raw)
         return values[~is_anchor], reasons[~is_anchor]
 
-    def _weights(self, table: TupleTable, collator: PolicyCollator) -> tuple[FloatArray, FloatArray]:
+    def _weights(self, table: tuples.TupleTable, collator: PolicyCollator) -> tuple[FloatArray, FloatArray]:
         """Return the weights of every row in the calibration loss and in the loss of its tokens, [R] each."""
         calibration = (~np.isnan(table.target)).astype(np.float64)
         if self.reward == "none":
@@ -342,7 +336,7 @@ class RolloutDataModule(StoredDataModule):
         tokens = collator.label_tokens(table) if self.normalise == "tokens" else np.ones(len(table))
         return calibration, learnt * tokens.astype(np.float64)
 
-    def _selected(self, table: TupleTable) -> FloatArray:
+    def _selected(self, table: tuples.TupleTable) -> FloatArray:
         """Return 1 for the responses of the selection, 0 for others, [R]."""
         if self.selection is None:
             return np.zeros(len(table))
@@ -373,18 +367,4 @@ def _check_on_policy(store: SampleStore, round: int) -> None:
             f"A policy gradient needs responses drawn at temperature 1 from the whole distribution, but round {round} "
             f"of {store.path} has {found}. Set `sampling: {{temperature: 1.0, edt_scale: null, top_p: 1.0}}` of "
             "SSCGeneration and another `store_dir`, or learn from a selection (`reward: none`, `selection`)."
-        )
-
-
-def _check_learnt(reward: str, target: str | None, selection: str | None, every: int | None) -> None:
-    if reward == "none" and selection is None and target is None:
-        raise InputError("`reward: none` without `selection` and `target` leaves nothing to learn: name one of them.")
-    if selection is not None and reward != "none":
-        raise InputError(f"A `selection` needs `reward: none`, but got {reward!r}.")
-    if selection is not None and every is not None:
-        raise InputError(f"A `selection` covers one round: leave out `regenerate_every_n_epochs` {every}.")
-    if reward in ANNOTATIONS and every is not None:
-        raise InputError(
-            f"`reward: {reward}` reads what `selfcal score --estimator {ANNOTATIONS[reward]}` wrote for one round: "
-            f"leave out `regenerate_every_n_epochs` {every}, or take `fused`, which every round has."
         )

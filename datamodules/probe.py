@@ -157,8 +157,6 @@ class ProbeDataModule(LightningDataModule):
         self._pools: dict[str, CapabilityPool] = {}
         self._rows: dict[str, ProbeRows] = {}
 
-    # ---- what callbacks and exports ask
-
     @property
     def sources(self) -> Mapping[str, Sequence[Any]]:
         """Nothing: only the store knows the questions."""
@@ -188,8 +186,6 @@ class ProbeDataModule(LightningDataModule):
         size = min(self.batch_size or rows, rows)
         steps, epochs = planned_steps(trainer, limited_batches(-(-rows // size), trainer.limit_train_batches))
         return Plan(questions=counts, training=(Training(steps, size, epochs),))
-
-    # ---- reading
 
     def setup(self, stage: str) -> None:
         roles = self._roles(stage)
@@ -265,7 +261,6 @@ class ProbeDataModule(LightningDataModule):
         aside = set_aside(questions, self.validation_share, seed=self.seed)
         return np.flatnonzero(~aside), np.flatnonzero(aside)
 
-    # ---- loaders
     def train_dataloader(self) -> LateDataLoader:
         dataset = self._dataset(TRAIN)
         size = self.batch_size or len(dataset)
@@ -287,8 +282,6 @@ class ProbeDataModule(LightningDataModule):
         if basis is None:
             raise InputError(f"The split {role!r} needs a trained probe: give `--ckpt_path`.")
         return self._rows[role].dataset(basis.centre, basis.scale)
-
-    # ---- resume
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the order of questions depends on; the trainer counts the position."""

@@ -17,46 +17,29 @@ from selfcal_lightning.data.step_settings import Steps, check_steps
 from selfcal_lightning.data.steps import MARK, POSITIONS, Rate, check_marker, prefix_id, step_position, token_step_ends
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.data.store.shards import SampleIndex, StoredRow
+from selfcal_lightning.datamodules.ssc import tuples
 from selfcal_lightning.datamodules.ssc.collate import EncodedRow, RowLayout, Tokens, TupleRows, floats, longs
 from selfcal_lightning.datamodules.ssc.mixture import FloatArray
 from selfcal_lightning.datamodules.ssc.stored_data import StoredDataModule
-from selfcal_lightning.datamodules.ssc.tuples import (
-    TargetRecipe,
-    TupleTable,
-    make_table,
-    question_slices,
-    read_in_chunks,
-)
 from selfcal_lightning.metrics.group_rewards import majority_answer
 from selfcal_lightning.models.chat_format import ChatFormat, load_tokenizer
+from selfcal_lightning.rewards import rates as rollout_rates
 from selfcal_lightning.rewards.formats import reward_format
 from selfcal_lightning.rewards.layouts import RewardEncoder, RewardWriter, WrittenResponse
 from selfcal_lightning.rewards.module import RewardBatch
-from selfcal_lightning.rewards.rates import (
-    CONSENSUS,
-    LABEL_FREE,
-    OF_PREFIXES,
-    OF_ROLLOUTS,
-    RewardTarget,
-    by_text,
-    check_target,
-    read_agreement,
-    read_rates,
-    response_targets,
-)
 
 
-def index_targets(index: SampleIndex, target: RewardTarget) -> tuple[FloatArray, np.ndarray]:
+def index_targets(index: SampleIndex, target: rollout_rates.RewardTarget) -> tuple[FloatArray, np.ndarray]:
     """Return (target of every row or nan, the reason where there is none), both [R]."""
     values = np.full(len(index), np.nan)
-    if target == OF_PREFIXES:
-        values = index.confidences.get(OF_PREFIXES, values)
+    if target == rollout_rates.OF_PREFIXES:
+        values = index.confidences.get(rollout_rates.OF_PREFIXES, values)
         return values, np.where(np.isnan(values), "no success rate", "").astype(object)
     imported = index.confidences.get("p_true", values)
     masses = index.p_true
     confidence = np.where(np.isnan(masses), imported, masses)
-    for rows in question_slices(index):
-        found = response_targets(
+    for rows in tuples.question_slices(index):
+        found = rollout_rates.response_targets(
             target,
             index.answer[rows].tolist(),
             confidences=[None if np.isnan(value) else float(value) for value in confidence[rows]],
@@ -65,7 +48,7 @@ def index_targets(index: SampleIndex, target: RewardTarget) -> tuple[FloatArray,
         values[rows] = [np.nan if value is None else value for value in found]
     unreadable = np.array([answer is None for answer in index.answer], dtype=bool)
     absent = "no confidence" if target == "ssc" else "zero confidence mass"
-    reason = np.where(unreadable, "unreadable", absent if target in LABEL_FREE else "no label")
+    reason = np.where(unreadable, "unreadable", absent if target in rollout_rates.LABEL_FREE else "no label")
     return values, np.where(np.isnan(values), reason, "").astype(object)
 
 
@@ -86,7 +69,7 @@ class RewardRows(RowLayout):
 
     _: KW_ONLY
     steps: Steps
-    target: RewardTarget
+    target: rollout_rates.RewardTarget
     rates: Mapping[Any, Rate]
     taught: Mapping[Any, Rate]
 
@@ -141,7 +124,7 @@ class RewardRows(RowLayout):
 
     def _at_steps(self, ends: Sequence[int], keys: Sequence[Any], target: float, correct: float) -> list[Place]:
         """Return the places at the ends of steps; ``keys`` name the prefixes that end with a step."""
-        if self.target == OF_PREFIXES:  # what was rolled out is what stands at the end of the last step
+        if self.target == rollout_rates.OF_PREFIXES:  # what was rolled out is what stands at the end of the last step
             return [Place(ends[-1], POSITIONS.index("middle"), target, Rate(target, 1))] if ends else []
         places = []
         for number, end in enumerate(ends, start=1):
@@ -153,7 +136,7 @@ class RewardRows(RowLayout):
         return places
 
     def _learnt(self, target: float, drawn: Rate | None) -> float:
-        if self.target not in OF_ROLLOUTS:
+        if self.target not in rollout_rates.OF_ROLLOUTS:
             return target
         if drawn is None:
             return math.nan
@@ -186,7 +169,7 @@ class RewardCollator(RewardRows):
         response = self._response(row)
         ends = token_step_ends(self.chat.tokenizer, response, self.steps)
         start = Place(0, 0, target, Rate(correct, 1))
-        if self.target == OF_PREFIXES:
+        if self.target == rollout_rates.OF_PREFIXES:
             start = Place(0, 0, math.nan, Rate(math.nan, 1))
         names = [prefix_id(row.question.id, response[:end]) for end in ends]
         return [start, *self._at_steps(ends, names, target, correct)]
@@ -271,24 +254,24 @@ class RewardDataModule(StoredDataModule):
     total_tuples: int | None = None
     format: str | None = None
     steps: Steps = "auto"
-    target: RewardTarget = "outcome"
+    target: rollout_rates.RewardTarget = "outcome"
     rollouts: str | None = None
     validation_batch_size: int = 16
 
     def __post_init__(self) -> None:
-        check_target(self.target)
+        rollout_rates.check_target(self.target)
         check_steps("steps", self.steps)
         self._public = None if self.format is None else reward_format(self.format)
         super().__post_init__()
-        if self.target in LABEL_FREE and self.num_samples < 2:
+        if self.target in rollout_rates.LABEL_FREE and self.num_samples < 2:
             raise InputError(
                 f"`num_samples` must be at least 2 with `target={self.target!r}`, but got {self.num_samples}."
             )
-        if self.target in OF_ROLLOUTS and self.rollouts is None:
+        if self.target in rollout_rates.OF_ROLLOUTS and self.rollouts is None:
             raise InputError(f"`target={self.target!r}` needs `rollouts`, a folder that `selfcal rollout` filled.")
 
     @property
-    def row_target(self) -> RewardTarget:
+    def row_target(self) -> rollout_rates.RewardTarget:
         return self.target
 
     def collator(self) -> RewardCollator | WrittenCollator:
@@ -299,7 +282,9 @@ class RewardDataModule(StoredDataModule):
         tokenizer = load_tokenizer(self.base_model, revision=self.revision)
         writer = RewardWriter(RewardEncoder(self._public, tokenizer), self.steps)
         pad = next((one for one in (tokenizer.pad_token_id, tokenizer.eos_token_id) if one is not None), 0)
-        texts, taught_texts = (by_text(self.rollouts, one) if self.rollouts else {} for one in (rates, taught))
+        texts, taught_texts = (
+            rollout_rates.by_text(self.rollouts, one) if self.rollouts else {} for one in (rates, taught)
+        )
         return WrittenCollator(writer=writer, pad_id=pad, rates=texts, taught=taught_texts, **layout)
 
     def _rates(self) -> tuple[dict[str, Rate], dict[str, Rate]]:
@@ -308,34 +293,35 @@ class RewardDataModule(StoredDataModule):
             return {}, {}
         store = self._store()
         policy = store.round_manifest().fingerprint
-        if self.target != CONSENSUS:
-            rates = read_rates(self.rollouts, policy=policy)
+        if self.target != rollout_rates.CONSENSUS:
+            rates = rollout_rates.read_rates(self.rollouts, policy=policy)
             return rates, rates
         index = store.index()
         answers = {
             str(index.question_id[rows.start]): majority_answer(index.answer[rows].tolist())
-            for rows in question_slices(index)
+            for rows in tuples.question_slices(index)
         }
-        return {}, read_agreement(self.rollouts, answers, policy=policy)
+        return {}, rollout_rates.read_agreement(self.rollouts, answers, policy=policy)
 
     def _table(
-        self, store: SampleStore, index: SampleIndex, collator: RowLayout, recipes: Sequence[TargetRecipe]
-    ) -> tuple[TupleTable, np.ndarray]:
+        self, store: SampleStore, index: SampleIndex, collator: RowLayout, recipes: Sequence[tuples.TargetRecipe]
+    ) -> tuple[tuples.TupleTable, np.ndarray]:
         values, reasons = index_targets(index, self.target)
-        if self.target in OF_ROLLOUTS:
+        if self.target in rollout_rates.OF_ROLLOUTS:
             self._check_rollouts(store, index, cast("RewardRows", collator))
         if isinstance(collator, RewardCollator):
             self._check_tokens(store, index, collator)
-            return make_table(store, index, collator, [(values, reasons)])
-        written = map(cast("WrittenCollator", collator).measure, read_in_chunks(store, index, np.arange(len(index))))
+            return tuples.make_table(store, index, collator, [(values, reasons)])
+        stored = tuples.read_in_chunks(store, index, np.arange(len(index)))
+        written = map(cast("WrittenCollator", collator).measure, stored)
         lengths = np.array([[0, 0] if one is None else one for one in written]).reshape(-1, 2)
         unwritten = lengths[:, 1] == 0
         values, reasons = np.where(unwritten, np.nan, values), np.where(unwritten, UNWRITTEN, reasons)
-        return make_table(store, index, collator, [(values, reasons)], lengths=(lengths[:, 0], lengths[:, 1]))
+        return tuples.make_table(store, index, collator, [(values, reasons)], lengths=(lengths[:, 0], lengths[:, 1]))
 
     def _check_tokens(self, store: SampleStore, index: SampleIndex, collator: RewardCollator) -> None:
         """Refuse responses of another tokenizer, whose ids would be read as texts that nobody wrote."""
-        row = next(read_in_chunks(store, index, np.arange(min(1, len(index)))), None)
+        row = next(tuples.read_in_chunks(store, index, np.arange(min(1, len(index)))), None)
         if row is None or row.prompt_ids is None:
             return
         written = collator.chat.prompt_ids(row.question.messages)
@@ -348,7 +334,7 @@ class RewardDataModule(StoredDataModule):
 
     def _check_rollouts(self, store: SampleStore, index: SampleIndex, collator: RewardRows) -> None:
         rows = np.flatnonzero(np.isin(index.question_id.astype(str), sorted(collator.rolled_out())))
-        stored = read_in_chunks(store, index, rows)
+        stored = tuples.read_in_chunks(store, index, rows)
         places = (place for row in stored for place in collator.places(row, math.nan, math.nan))
         if len(rows) and all(math.isnan(place.target) for place in places):
             raise InputError(

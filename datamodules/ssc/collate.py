@@ -35,8 +35,6 @@ class EncodedRow:
 
 @dataclass(eq=False, kw_only=True)
 class RowLayout(ABC):
-    """Encodes rows and lays them side by side."""
-
     chat: ChatFormat | None = field(default=None, init=False)  # None where rows are written for another model
     pad_id: int = field(init=False)
     empty: bool = field(default=False, init=False)  # whether responses are left out: the question is asked about
@@ -63,15 +61,13 @@ class RowLayout(ABC):
         width = max(min(self._rounded(longest), self.max_length), longest)
         input_ids = torch.full((len(encoded), width), self.pad_id, dtype=torch.int64)
         attention_mask = torch.zeros_like(input_ids)
+        ends, asked = [], []
         for index, row in enumerate(encoded):
             input_ids[index, : len(row.ids)] = torch.tensor(row.ids)
             attention_mask[index, : len(row.ids)] = 1
-        starts = [index * width for index in range(len(encoded))]
-        ends = [start + len(row.ids) for start, row in zip(starts, encoded, strict=True)]
-        asked = [
-            range(at + row.response_start - 1, at + row.response_end - 1)
-            for at, row in zip(starts, encoded, strict=True)
-        ]
+            start = index * width
+            ends.append(start + len(row.ids))
+            asked.append(range(start + row.response_start - 1, start + row.response_end - 1))
         return {"input_ids": input_ids, "attention_mask": attention_mask, **_labels(encoded, ends, asked)}
 
     def _pack(self, encoded: Sequence[EncodedRow], question_index: np.ndarray) -> dict[str, Any]:

@@ -8,23 +8,15 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from selfcal_lightning.core.errors import InputError, check_at_least
+from selfcal_lightning.datamodules.ssc import tuples
 from selfcal_lightning.datamodules.ssc.collate import SSCCollator
 from selfcal_lightning.datamodules.ssc.mixture import NUM_BUCKETS, Mixture
 from selfcal_lightning.datamodules.ssc.stored_data import RoundRule, StoredDataModule
-from selfcal_lightning.datamodules.ssc.tuples import (
-    BEFORE_ANSWERING,
-    PTrueName,
-    TargetName,
-    TargetRecipe,
-    check_auxiliary,
-    check_teacher,
-    read_recipe,
-)
 from selfcal_lightning.models.folders import files_sha256
 
 DEFAULT_RATIO, DEFAULT_TUPLES = 0.7, 100_000
-JOINT_TARGET: TargetName = "ssc"
-ACTIVATED_TARGET: TargetName = "leave_one_out_ssc"
+JOINT_TARGET: tuples.TargetName = "ssc"
+ACTIVATED_TARGET: tuples.TargetName = "leave_one_out_ssc"
 
 
 @dataclass(eq=False, repr=False)
@@ -77,10 +69,10 @@ class SSCDataModule(StoredDataModule):
     total_tuples: int | None = None
     batch_size: int = 1
     eta: float = 0.75
-    target: TargetName | None = None
+    target: tuples.TargetName | None = None
     teacher: str | None = None
     teacher_share: float = 0.0
-    p_true: PTrueName = "normalised"
+    p_true: tuples.PTrueName = "normalised"
     drop_none: bool = True
     exact: bool = False
     fill: bool = True
@@ -96,10 +88,10 @@ class SSCDataModule(StoredDataModule):
         for name, value in {"generation_ratio": self.generation_ratio or 0.0, "eta": self.eta}.items():
             if not 0.0 <= value <= 1.0:
                 raise InputError(f"`{name}` must lie in [0, 1], but got {value}.")
-        check_teacher(self.teacher, self.teacher_share, target=self.target)
+        tuples.check_teacher(self.teacher, self.teacher_share, target=self.target)
 
     @property
-    def row_target(self) -> TargetName:
+    def row_target(self) -> tuples.TargetName:
         return self.target or (ACTIVATED_TARGET if self._is_activated else JOINT_TARGET)
 
     @property
@@ -110,9 +102,9 @@ class SSCDataModule(StoredDataModule):
 
     def check_fit(self) -> None:
         target = self.row_target
-        if self.generation_ratio and (target in BEFORE_ANSWERING or self._is_activated):
+        if self.generation_ratio and (target in tuples.BEFORE_ANSWERING or self._is_activated):
             why = "an activated adapter, which has no generation loss (`lora.activated: false` trains jointly)"
-            if target in BEFORE_ANSWERING:
+            if target in tuples.BEFORE_ANSWERING:
                 why = f"the target {target!r}, which is learnt before there is a response"
             raise InputError(f"`generation_ratio` must be 0 with {why}, but got {self.generation_ratio}.")
         super().check_fit()
@@ -122,7 +114,7 @@ class SSCDataModule(StoredDataModule):
         return {**super().training_settings(), "teacher": teacher}
 
     def mixture(self, shares: Mapping[str, float]) -> Mixture:
-        plain = self._is_activated or self.row_target in BEFORE_ANSWERING
+        plain = self._is_activated or self.row_target in tuples.BEFORE_ANSWERING
         ratio = 0.0 if plain else DEFAULT_RATIO
         return Mixture(
             total_tuples=self._tuples_of_an_epoch() if self.total_tuples is None else self.total_tuples,
@@ -134,18 +126,20 @@ class SSCDataModule(StoredDataModule):
             num_buckets=(1 if plain else NUM_BUCKETS) if self.num_buckets is None else self.num_buckets,
         )
 
-    def recipes(self) -> tuple[TargetRecipe, ...]:
+    def recipes(self) -> tuple[tuples.TargetRecipe, ...]:
         module, target = self._module(), self.row_target
         auxiliary = getattr(module, "auxiliary", {})
-        check_auxiliary(auxiliary, target=target, num_buckets=self.num_buckets, num_samples=self.num_samples)
-        first = read_recipe(target, self.teacher, self.teacher_share)
-        others = (read_recipe(one.target or target, one.teacher, one.teacher_share) for one in auxiliary.values())
+        tuples.check_auxiliary(auxiliary, target=target, num_buckets=self.num_buckets, num_samples=self.num_samples)
+        first = tuples.read_recipe(target, self.teacher, self.teacher_share)
+        others = (
+            tuples.read_recipe(one.target or target, one.teacher, one.teacher_share) for one in auxiliary.values()
+        )
         return first, *others
 
     def collator(self) -> SSCCollator:
-        return SSCCollator(self.chat_format(), empty=self.row_target in BEFORE_ANSWERING, **self.shape())
+        return SSCCollator(self.chat_format(), empty=self.row_target in tuples.BEFORE_ANSWERING, **self.shape())
 
     def _tuples_of_an_epoch(self) -> int:
-        if not self._is_activated and self.row_target not in BEFORE_ANSWERING:
+        if not self._is_activated and self.row_target not in tuples.BEFORE_ANSWERING:
             return DEFAULT_TUPLES
         return super()._tuples_of_an_epoch()

@@ -154,7 +154,15 @@ class Mixture:
                 PoolDraw(len(pool.generation), want_generation, len(generation[-1])),
                 tuple(PoolDraw(len(rows), int(want), len(got)) for rows, want, got in triples),
             )
-        return self._merge(np.concatenate(calibration), np.concatenate(generation), confident, counts, rng)
+        # Both kinds are shuffled and interleaved evenly, so that every optimiser step holds its part of each.
+        kinds = [rng.permutation(np.concatenate(kind)) for kind in (calibration, generation)]
+        place = np.concatenate([(np.arange(len(kind)) + 0.5) / max(len(kind), 1) for kind in kinds])
+        order = np.argsort(place, kind="stable")
+        rows = np.concatenate(kinds)[order]
+        calibrates = (np.arange(len(place)) < len(kinds[0]))[order]
+        with_generation = np.zeros(len(rows), dtype=bool) if self.exact else confident[rows]
+        weight = np.where(calibrates, with_generation, 1.0)
+        return EpochDraw(rows, calibrates.astype(np.float64), generation_weight=weight, counts=counts)
 
     def _reference_counts(self) -> dict[str, tuple[int, Sequence[int]]]:
         counts = {
@@ -194,25 +202,3 @@ class Mixture:
         passes = -(-count // len(rows)) if len(rows) else 0
         taken = [rng.permutation(rows) for _ in range(passes)]
         return np.concatenate([*taken, rows[:0]])[:count]
-
-    def _merge(
-        self,
-        calibration: IntArray,
-        generation: IntArray,
-        confident: BoolArray,
-        counts: Mapping[str, TaskDraw],
-        rng: np.random.Generator,
-    ) -> EpochDraw:
-        """Shuffle both kinds and interleave them evenly, so that every optimiser step holds its part of each."""
-        kinds = [rng.permutation(calibration), rng.permutation(generation)]
-        place = np.concatenate([(np.arange(len(kind)) + 0.5) / max(len(kind), 1) for kind in kinds])
-        order = np.argsort(place, kind="stable")
-        rows = np.concatenate(kinds)[order]
-        calibrates = (np.arange(len(place)) < len(calibration))[order]
-        with_generation = np.zeros(len(rows), dtype=bool) if self.exact else confident[rows]
-        return EpochDraw(
-            rows=rows,
-            calibration_weight=calibrates.astype(np.float64),
-            generation_weight=np.where(calibrates, with_generation, 1.0),
-            counts=counts,
-        )

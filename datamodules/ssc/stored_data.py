@@ -74,9 +74,6 @@ class StoredDataModule(LightningDataModule, ABC):
         prompt: How questions are put to the model; None uses each task's own prompt.
         seed: Seed of the draw.
         num_workers: Worker processes of each loader.
-
-    Attributes:
-        predict_index: Maps a batch's ``row`` to its response; None until the loader is built.
     """
 
     linked_arguments: ClassVar[tuple[str, ...]] = ("base_model", "revision", "query", "prompt")
@@ -129,13 +126,11 @@ class StoredDataModule(LightningDataModule, ABC):
             raise InputError(f"`round` must be 0 with `regenerate_every_n_epochs`, but got {self.round}.")
         # A process without validation questions still gets a batch, of no rows.
         self.allow_zero_length_dataloader_with_multiple_devices = True
-        self.predict_index: SampleIndex | None = None
+        self.predict_index: SampleIndex | None = None  # by a batch's ``row``; None until the loader is built
         self._questions: dict[Split, list[Question]] = {}
         self._planned: Any = None
         self._order: dict[str, Any] = {}  # what the order of rows depends on; empty before a sampler was made
         self._saved_order: dict[str, Any] = {}
-
-    # ---- what a subclass says
 
     @property
     @abstractmethod
@@ -184,8 +179,6 @@ class StoredDataModule(LightningDataModule, ABC):
     def check_fit(self) -> None:
         """Refuse settings that contradict each other or the module that is trained."""
         self.recipes()
-
-    # ---- settings and questions
 
     @property
     def sources(self) -> dict[Split, list[QuestionSource]]:
@@ -272,8 +265,6 @@ class StoredDataModule(LightningDataModule, ABC):
         questions = self.questions("train") if named else self._store().question_ids(split="train", round=self.round)
         return len(questions) * (1 if self.row_target in tuples.BEFORE_ANSWERING else self.num_samples)
 
-    # ---- loaders
-
     def train_dataloader(self) -> LateDataLoader:
         self.check_num_samples()
         store, collator = self._store(), self.collator()
@@ -293,7 +284,12 @@ class StoredDataModule(LightningDataModule, ABC):
 
         order = {**asdict(mixture), "eta": self.eta}
         steps = self._sampler(draw, table, collator, newest, rows_per_epoch=mixture.rows_per_epoch, order=order)
-        rank_zero_info(tuples.describe_epoch(table, pools, steps, epoch))
+        drawn = steps.draw(epoch)
+        notes = [tuples.describe_draw(table, pools, drawn), tuples.describe_targets(table)]
+        if isinstance(steps.deal, sampler.DealByPrompt):
+            rows, dealt = steps.steps(drawn)
+            notes.append(sampler.packed_summary(sampler.count_packed(dealt, rows, steps.deal)))
+        rank_zero_info("\n".join(notes))
         return self._loader(TupleDataset(store, table), steps, collator)
 
     def val_dataloader(self) -> LateDataLoader | list[Any]:
@@ -452,8 +448,6 @@ class StoredDataModule(LightningDataModule, ABC):
             generator=torch.Generator(),
             pin_memory=self.trainer is not None and self.trainer.strategy.root_device.type == "cuda",
         )
-
-    # ---- resume
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the order of rows depends on; the trainer counts the position."""

@@ -183,19 +183,13 @@ def pool_rounds(indexes: Sequence[SampleIndex]) -> SampleIndex:
     codes = np.unique(pooled.question_id.astype(str), return_inverse=True)[1].astype(np.int64)
     number = np.repeat(np.arange(len(indexes)), [len(index) for index in indexes])
     order = np.lexsort((pooled.sample_index, number, codes))
-    sorted_ = pooled.select(order)
     codes = codes[order]
-    first = np.searchsorted(codes, codes, side="left")
-    sorted_ = replace(sorted_, question_index=codes, sample_index=np.arange(len(codes)) - first)
-    return replace(sorted_, answer=_one_name(sorted_))
-
-
-def _one_name(index: SampleIndex) -> np.ndarray:
-    """Return the answers [R] with equal ones of a question named alike."""
-    answers = index.answer.copy()
-    for rows in question_slices(index):
+    sample_index = np.arange(len(codes)) - np.searchsorted(codes, codes, side="left")
+    pooled = replace(pooled.select(order), question_index=codes, sample_index=sample_index)
+    answers = pooled.answer.copy()
+    for rows in question_slices(pooled):
         distinct = [answer for answer in dict.fromkeys(answers[rows].tolist()) if answer is not None]
         if len(distinct) > 1:
-            names = dict(zip(distinct, get_task(index.task[rows.start]).group(distinct), strict=True))
-            answers[rows] = [names.get(answer) for answer in answers[rows]]
-    return answers
+            named = dict(zip(distinct, get_task(pooled.task[rows.start]).group(distinct), strict=True))
+            answers[rows] = [named.get(answer) for answer in answers[rows]]
+    return replace(pooled, answer=answers)

@@ -21,7 +21,6 @@ from selfcal_lightning.confidence.fusion import Fusion
 from selfcal_lightning.core.errors import InputError, unknown_name
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.data.store.shards import SampleIndex, StoredRow
-from selfcal_lightning.datamodules.ssc import sampler
 from selfcal_lightning.datamodules.ssc.collate import RowLayout, TupleRows
 from selfcal_lightning.datamodules.ssc.mixture import BoolArray, EpochDraw, FloatArray, IntArray, TaskPools
 from selfcal_lightning.datamodules.ssc.sampler import MicroBatch
@@ -197,15 +196,15 @@ def compute_targets(
         elif target != "p_true" and not has_masses and not np.isnan(finished[rows]).all():
             values[rows] = np.where(readable | (not drop_none), finished[rows], np.nan)
         elif target == "consistency":
-            values[rows] = _floats(vote_share(answers, drop_none=drop_none))
+            values[rows] = np.array(vote_share(answers, drop_none=drop_none), dtype=np.float64)  # None becomes nan
         elif target == "leave_one_out":
-            values[rows] = _floats(leave_one_out(answers, drop_none=drop_none))
+            values[rows] = np.array(leave_one_out(answers, drop_none=drop_none), dtype=np.float64)
         elif target == "p_true":
             values[rows] = np.where(readable | (not drop_none), confidence, np.nan)
         else:
             known = [None if np.isnan(value) else float(value) for value in confidence]
             pool = soft_self_consistency if target == "ssc" else leave_one_out
-            values[rows] = _floats(pool(answers, known, drop_none=drop_none))
+            values[rows] = np.array(pool(answers, known, drop_none=drop_none), dtype=np.float64)
         made_of = labels[rows] if target in ("label", "expected_accuracy") else confidence
         reasons[rows] = _reasons(target, readable, made_of)
     reasons[~np.isnan(values)] = ""
@@ -309,21 +308,6 @@ class TupleDataset(Dataset[TupleRows]):
             question_index=table.index.question_index[rows],
             auxiliary_target=None if table.auxiliary is None else table.auxiliary[rows],
         )
-
-
-def _floats(values: list[float | None]) -> FloatArray:
-    return np.array([np.nan if value is None else value for value in values], dtype=np.float64)
-
-
-def describe_epoch(
-    table: TupleTable, pools: Mapping[str, TaskPools], steps: sampler.OptimizerStepSampler, epoch: int
-) -> str:
-    draw = steps.draw(epoch)
-    text = f"{describe_draw(table, pools, draw)}\n{describe_targets(table)}"
-    if isinstance(steps.deal, sampler.DealByPrompt):
-        rows, dealt = steps.steps(draw)
-        text += "\n" + sampler.packed_summary(sampler.count_packed(dealt, rows, steps.deal))
-    return text
 
 
 COLUMNS = ("size", "drawn", "repeated", "missing")

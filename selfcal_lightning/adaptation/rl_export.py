@@ -133,16 +133,6 @@ class RLExport:
     manifest: dict[str, Any]
 
 
-def check_export_target(output: str | Path, selection: Selection) -> None:
-    """Raise InputError unless ``output`` is a new or empty folder, or an earlier export."""
-    place = Path(output)
-    store = selection.manifest["store"]["path"]
-    files.check_apart(place, {"selection": selection.path, "store": store}, option="output")
-    is_own = _manifest_of(place).get("kind") == KIND
-    if place.exists() and not is_own and not (place.is_dir() and files.holds_only(place)):
-        raise InputError(f"`output` {output} is no earlier export and is left as it is. Choose another name.")
-
-
 def export_rl(
     selection: Selection,
     output: str | Path,
@@ -152,15 +142,18 @@ def export_rl(
     reward_file: bool = True,
     store_dir: str | None = None,
 ) -> RLExport:
-    check_export_target(output, selection)
+    folder, store = Path(output), selection.manifest["store"]["path"]
+    files.check_apart(folder, {"selection": selection.path, "store": store}, option="output")
+    known = files.json_object_or_none(folder / MANIFEST_FILE) or {}
+    if folder.exists() and known.get("kind") != KIND and not (folder.is_dir() and files.holds_only(folder)):
+        raise InputError(f"`output` {output} is no earlier export and is left as it is. Choose another name.")
     rows = training_rows(examples(selection, store_dir=store_dir), read_key_steps(selection), label=label)
     contents = _rows_files(rows, format, selection)
     if reward_file and format != "reference":
         names = dict.fromkeys(row.row.task for row in rows)
         contents[REWARD_FILE] = reward_source(get_task(name) for name in names).encode()
-    folder = Path(output)
     folder.mkdir(parents=True, exist_ok=True)
-    earlier = {Path(name).name for name in _manifest_of(folder).get("files", ())}  # another format has other files
+    earlier = {Path(name).name for name in known.get("files", ())}  # another format has other files
     # Without digests until all is written: after a kill, the folder is still known as an export.
     begun = {"kind": KIND, "files": dict.fromkeys(sorted({*earlier, *contents}))}
     files.write_atomically(folder / MANIFEST_FILE, files.to_json(begun))
@@ -186,10 +179,6 @@ def export_rl(
     }
     files.write_atomically(folder / MANIFEST_FILE, files.to_json(manifest))
     return RLExport(folder, manifest)
-
-
-def _manifest_of(folder: Path) -> dict[str, Any]:
-    return files.json_object_or_none(folder / MANIFEST_FILE) or {}
 
 
 def _rows_files(rows: Sequence[TrainingRow], format: Format, selection: Selection) -> dict[str, bytes]:

@@ -64,13 +64,7 @@ def adapter_name(name: str | None) -> str:
 
 
 class CalibratedModel(ScoringModule, ABC):
-    """A causal language model and its adapter, trained to state the probability that a response is right.
-
-    Attributes:
-        model: The network; None until ``configure_model``.
-        chat: Its chat format and query; None until then.
-        chats: Chat formats of the auxiliary adapters.
-    """
+    """A causal language model and its adapter, trained to state the probability that a response is right."""
 
     auxiliary: dict[str, AuxiliarySettings]
     model: Any  # None until `configure_model`
@@ -83,14 +77,12 @@ class CalibratedModel(ScoringModule, ABC):
         self.adapter, self.optimization, self.memory = adapter, optimization, memory or MemorySettings()
         self.activated, self.attn_implementation = adapter.activated, adapter.attn_implementation
         self.model, self.chat = None, None
-        self.chats: dict[str, ChatFormat] = {}
+        self.chats: dict[str, ChatFormat] = {}  # of the auxiliary adapters
         self._packing_is_checked = False
 
     @property
     def lora(self) -> LoraSettings | None:
         return self.adapter.lora
-
-    # ---- the model
 
     def check_support(self, trainer: Trainer | None = None) -> None:
         """Check the Trainer's settings and the model; reads no weights."""
@@ -216,8 +208,6 @@ class CalibratedModel(ScoringModule, ABC):
         place |= {"gradient_checkpointing": False, "recompute_above": 0}
         return cls.load_from_checkpoint(path, map_location="cpu", **place)
 
-    # ---- packed rows
-
     def _check_packing(self) -> None:
         """Compare packed rows with separate sequences, once, on all processes and with the weights in place."""
         data = self.data_module  # rows of loaders that were given without one are taken to be unpacked
@@ -232,8 +222,6 @@ class CalibratedModel(ScoringModule, ABC):
         self._packing_is_checked = True
 
     on_fit_start = on_validation_start = on_test_start = on_predict_start = _check_packing
-
-    # ---- training, validation and test
 
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
         parameters = [parameter for parameter in self.parameters() if parameter.requires_grad]
@@ -274,8 +262,6 @@ class ConfidenceModel(CalibratedModel):
         super().configure_model()
         if self.exported_from is not None:
             load_exported(self, self.exported_from)
-
-    # ---- scores
 
     @property
     def _is_normalised(self) -> bool:
@@ -325,8 +311,6 @@ class ConfidenceModel(CalibratedModel):
                 task=batch.task,
                 yes_no_mass=scored.yes_mass + scored.no_mass,
             )
-
-    # ---- exports
 
     @property
     def export_kind(self) -> ExportKind:

@@ -14,18 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from selfcal_lightning.core.errors import InputError
-from selfcal_lightning.metrics.arrays import (
-    AUROC,
-    BRIER,
-    ECE,
-    MCE,
-    PASS_AT_1,
-    STOPPING_THRESHOLD,
-    WITHIN_QUESTION_AUROC,
-    Floats,
-    Integers,
-    question_codes,
-)
+from selfcal_lightning.metrics import arrays
 from selfcal_lightning.metrics.calibration import brier_score, half_budget_threshold, reliability_bins
 from selfcal_lightning.metrics.discrimination import auroc, spearman, within_question_discrimination
 from selfcal_lightning.metrics.drawing import axes_to_draw_on, draw_reliability_of
@@ -34,10 +23,10 @@ from selfcal_lightning.records import question_hash
 from selfcal_lightning.training.losses import calibration_loss
 
 KEYS = (
-    ECE, MCE, BRIER, AUROC, WITHIN_QUESTION_AUROC, "discrimination/WithinQuestionPairs",
-    "discrimination/MixedQuestions", PASS_AT_1, "target/MAE", "target/Spearman", "target/SmoothL1", "mass/YesNo",
-    STOPPING_THRESHOLD, "count/Responses", "count/Questions", "count/WithoutConfidence", "count/WithoutLabel",
-    "count/WithoutTarget",
+    arrays.ECE, arrays.MCE, arrays.BRIER, arrays.AUROC, arrays.WITHIN_QUESTION_AUROC,
+    "discrimination/WithinQuestionPairs", "discrimination/MixedQuestions", arrays.PASS_AT_1, "target/MAE",
+    "target/Spearman", "target/SmoothL1", "mass/YesNo", arrays.STOPPING_THRESHOLD, "count/Responses",
+    "count/Questions", "count/WithoutConfidence", "count/WithoutLabel", "count/WithoutTarget",
 )  # fmt: skip
 
 
@@ -45,21 +34,21 @@ KEYS = (
 class CalibrationPoints:
     """The responses that ``CalibrationMetrics`` saw, sorted, as columns of length N."""
 
-    confidence: Floats
-    correct: Floats
-    target: Floats
-    yes_no_mass: Floats
-    question_index: Integers
+    confidence: arrays.Floats
+    correct: arrays.Floats
+    target: arrays.Floats
+    yes_no_mass: arrays.Floats
+    question_index: arrays.Integers
     task: NDArray[np.str_]
 
     def select(self, mask: NDArray[np.bool_]) -> CalibrationPoints:
         return CalibrationPoints(**{name: column[mask] for name, column in vars(self).items()})
 
     @property
-    def questions(self) -> Integers:
+    def questions(self) -> arrays.Integers:
         """A number for every pair of task and question [N], from 0."""
-        tasks, numbers = question_codes(self.task)[1], question_codes(self.question_index)[1]
-        return question_codes(tasks * (numbers.max(initial=0) + 1) + numbers)[1]
+        tasks, numbers = arrays.question_codes(self.task)[1], arrays.question_codes(self.question_index)[1]
+        return arrays.question_codes(tasks * (numbers.max(initial=0) + 1) + numbers)[1]
 
 
 class CalibrationMetrics(ExactMetric):
@@ -176,7 +165,7 @@ class CalibrationMetrics(ExactMetric):
         for key, _, byte in np.unique(letters, axis=0).tolist():
             spelled.setdefault(key, []).append(byte)
         names = {key: bytes(spelling).decode() for key, spelling in spelled.items()}
-        hashes, position = question_codes(keys[:, 0])
+        hashes, position = arrays.question_codes(keys[:, 0])
         task = np.array([names.get(key, "") for key in hashes.tolist()], dtype=np.str_)[position]
         confidence, correct, target, mass = values.T
         return CalibrationPoints(confidence, correct, target, mass, question_index=keys[:, 1], task=task)
@@ -186,14 +175,31 @@ class CalibrationMetrics(ExactMetric):
         has_target = ~np.isnan(points.target)
         results: dict[str, float | None] = {}
         if has_label.any():
-            results.update(_against_labels(points.select(has_label & has_confidence), self.num_bins))
+            judged = points.select(has_label & has_confidence)
+            bins = reliability_bins(judged.confidence, judged.correct, num_bins=self.num_bins)
+            within = within_question_discrimination(judged.confidence, judged.correct, judged.questions)
+            results |= {
+                arrays.ECE: bins.expected_error,
+                arrays.MCE: bins.maximum_error,
+                arrays.BRIER: brier_score(judged.confidence, judged.correct),
+                arrays.AUROC: auroc(judged.confidence, judged.correct),
+                arrays.WITHIN_QUESTION_AUROC: within.mean,
+                "discrimination/WithinQuestionPairs": within.pooled,
+                "discrimination/MixedQuestions": within.num_questions,
+            }
             known = points.select(has_label)
             shares = np.bincount(known.questions, weights=known.correct) / np.bincount(known.questions)
-            results[PASS_AT_1] = float(shares.mean())
+            results[arrays.PASS_AT_1] = float(shares.mean())
         if has_target.any():
-            results.update(_against_targets(points.select(has_target & has_confidence), self.beta))
+            aimed = points.select(has_target & has_confidence)
+            confidence, target = torch.from_numpy(aimed.confidence), torch.from_numpy(aimed.target)
+            results |= {
+                "target/MAE": _mean(np.abs(aimed.confidence - aimed.target)),
+                "target/Spearman": spearman(aimed.confidence, aimed.target),
+                "target/SmoothL1": _mean(calibration_loss(confidence, target, beta=self.beta).numpy()),
+            }
         sure = points.select(has_confidence)
-        results[STOPPING_THRESHOLD] = half_budget_threshold(sure.confidence, sure.questions)
+        results[arrays.STOPPING_THRESHOLD] = half_budget_threshold(sure.confidence, sure.questions)
         results["mass/YesNo"] = _mean(points.yes_no_mass)
         results |= {
             "count/Responses": len(points.confidence),
@@ -205,29 +211,5 @@ class CalibrationMetrics(ExactMetric):
         return {key: float("nan") if value is None else float(value) for key, value in results.items()}
 
 
-def _against_labels(points: CalibrationPoints, num_bins: int) -> dict[str, float | None]:
-    confidence, correct = points.confidence, points.correct
-    bins = reliability_bins(confidence, correct, num_bins=num_bins)
-    within = within_question_discrimination(confidence, correct, points.questions)
-    return {
-        ECE: bins.expected_error,
-        MCE: bins.maximum_error,
-        BRIER: brier_score(confidence, correct),
-        AUROC: auroc(confidence, correct),
-        WITHIN_QUESTION_AUROC: within.mean,
-        "discrimination/WithinQuestionPairs": within.pooled,
-        "discrimination/MixedQuestions": within.num_questions,
-    }
-
-
-def _against_targets(points: CalibrationPoints, beta: float) -> dict[str, float | None]:
-    losses = calibration_loss(torch.from_numpy(points.confidence), torch.from_numpy(points.target), beta=beta)
-    return {
-        "target/MAE": _mean(np.abs(points.confidence - points.target)),
-        "target/Spearman": spearman(points.confidence, points.target),
-        "target/SmoothL1": _mean(losses.numpy()),
-    }
-
-
-def _mean(values: Floats) -> float | None:
+def _mean(values: arrays.Floats) -> float | None:
     return float(values.mean()) if len(values) else None

@@ -80,8 +80,6 @@ class TrainedModule(LightningModule):
         trainer = trainer_of(self)
         return None if trainer is None else data_module_of(trainer)
 
-    # ---- validation and test
-
     def _metrics(self, stage: str) -> tuple[Any, ...]:
         return (getattr(self, f"{stage}_metrics"),)
 
@@ -103,8 +101,6 @@ class TrainedModule(LightningModule):
 
     def on_test_epoch_end(self) -> None:
         self._log_metrics("test")
-
-    # ---- checkpoints
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Keep only the trained parameters, and record the base model and the class. A collective."""
@@ -147,8 +143,6 @@ class TrainedModule(LightningModule):
         keys = super().load_state_dict(state_dict, strict=strict, assign=assign)
         trained = trained_parameters(self)
         return type(keys)([name for name in keys.missing_keys if name in trained], keys.unexpected_keys)
-
-    # ---- exports
 
     @property
     def export_kind(self) -> ExportKind:
@@ -216,16 +210,8 @@ class ScoringModule(TrainedModule):
         raise NotImplementedError
 
 
-def cosine_with_warmup(step: int, *, total: int, warmup: int) -> float:
-    """Return the learning-rate factor: linear up to 1 at step ``warmup``, then half a cosine to 0 at ``total``."""
-    if step < warmup:
-        return (step + 1) / (warmup + 1)
-    progress = min((step - warmup) / max(total - warmup, 1), 1.0)
-    return 0.5 * (1.0 + math.cos(math.pi * progress))
-
-
 def with_cosine(optimizer: Optimizer, trainer: Trainer, *, warmup_steps: int) -> OptimizerLRSchedulerConfig:
-    """Return the optimiser with a warm-up and a cosine to zero over all optimiser steps."""
+    """Return the optimiser with a linear warm-up to ``lr`` and half a cosine to zero over all optimiser steps."""
     total = trainer.estimated_stepping_batches
     if not math.isfinite(total) or total < 1:
         raise InputError(f"Set `trainer.max_epochs` or `trainer.max_steps`: the cosine cannot span {total} steps.")
@@ -233,7 +219,12 @@ def with_cosine(optimizer: Optimizer, trainer: Trainer, *, warmup_steps: int) ->
         rank_zero_warn(
             f"`warmup_steps` {warmup_steps:,} is not below the {int(total):,} optimiser steps: `lr` is never reached."
         )
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: cosine_with_warmup(step, total=int(total), warmup=warmup_steps)
-    )
+
+    def factor(step: int) -> float:
+        if step < warmup_steps:
+            return (step + 1) / (warmup_steps + 1)
+        progress = min((step - warmup_steps) / max(int(total) - warmup_steps, 1), 1.0)
+        return 0.5 * (1.0 + math.cos(math.pi * progress))
+
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
     return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}

@@ -109,10 +109,8 @@ class AdapterMismatchError(RunError):
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """A token sequence and the positions to compare."""
-
     ids: tuple[int, ...]
-    places: tuple[int, ...]
+    places: tuple[int, ...]  # the positions to compare
 
 
 def make_probes(

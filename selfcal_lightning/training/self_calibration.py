@@ -23,56 +23,40 @@ from selfcal_lightning.models.causal_lm import recompute_layers
 from selfcal_lightning.models.chat_format import DEFAULT_QUERY, Prompt
 from selfcal_lightning.models.lora import LoraSettings
 from selfcal_lightning.models.quantization import OptimizerName, Quantization
+from selfcal_lightning.training import losses, settings
 from selfcal_lightning.training.batches import SSCBatch
 from selfcal_lightning.training.calibrated_model import ConfidenceModel, adapter_name
 from selfcal_lightning.training.checkpoints import dropout_stream
-from selfcal_lightning.training.losses import (
-    calibration_loss,
-    cross_entropy_calibration_loss,
-    group_ranking_loss,
-    row_means,
-    share_of_step,
-    squared_calibration_loss,
-)
 from selfcal_lightning.training.modules import plain_settings, trained_parameters
-from selfcal_lightning.training.settings import (
-    DEFAULT_OMEGA,
-    AdapterSettings,
-    AuxiliarySettings,
-    LossName,
-    LossSettings,
-    MemorySettings,
-    OptimizerSettings,
-    read_auxiliary,
-)
 
 SMALLEST = 1e-6  # log-odds stay within +-13.8
 
 
 def calibration_part(
-    batch: SSCBatch, confidence: Tensor, settings: LossSettings, *, targets: Tensor | None = None
+    batch: SSCBatch, confidence: Tensor, chosen: settings.LossSettings, *, targets: Tensor | None = None
 ) -> Tensor:
     """Return the batch's part of the calibration loss of its optimiser step, a scalar."""
     weight, wanted = batch.calibration_weight, batch.target if targets is None else targets
     target = torch.where(weight > 0, wanted, torch.zeros_like(wanted))  # 0 * nan would be nan
-    if settings.loss == "cross_entropy":
-        values = cross_entropy_calibration_loss(confidence, target)
-    elif settings.loss == "squared":
-        values = squared_calibration_loss(confidence, target)
+    if chosen.loss == "cross_entropy":
+        values = losses.cross_entropy_calibration_loss(confidence, target)
+    elif chosen.loss == "squared":
+        values = losses.squared_calibration_loss(confidence, target)
     else:
-        values = calibration_loss(confidence, target, beta=settings.beta)
-    if settings.ranking > 0.0:
+        values = losses.calibration_loss(confidence, target, beta=chosen.beta)
+    if chosen.ranking > 0.0:
         # Rows without weight are ordered with nobody: among them are copies that fill a short step.
         alone = -1 - torch.arange(len(target), device=target.device)
         question = torch.where(weight > 0, batch.question_index, alone)
-        values = values + settings.ranking * group_ranking_loss(torch.logit(confidence, eps=SMALLEST), target, question)
-    return share_of_step(values, weight, batch.calibration_total)
+        log_odds = torch.logit(confidence, eps=SMALLEST)
+        values = values + chosen.ranking * losses.group_ranking_loss(log_odds, target, question)
+    return losses.share_of_step(values, weight, batch.calibration_total)
 
 
 def generation_part(batch: SSCBatch, token_losses: Tensor) -> Tensor:
     """Return the batch's part of the generation loss, from the losses of its labels [N]."""
-    nll = row_means(token_losses, batch.label_row, num_rows=batch.batch_size)
-    return share_of_step(nll, batch.generation_weight, batch.generation_total)
+    nll = losses.row_means(token_losses, batch.label_row, num_rows=batch.batch_size)
+    return losses.share_of_step(nll, batch.generation_weight, batch.generation_total)
 
 
 NAMES = (
@@ -234,7 +218,7 @@ class SelfCalibrationModule(ConfidenceModel):
         lora: LoraSettings | None = DEFAULT_LORA,
         omega: float | None = None,
         beta: float = 0.25,
-        loss: LossName = "smooth_l1",
+        loss: settings.LossName = "smooth_l1",
         ranking: float = 0.0,
         generation_loss: bool | None = None,
         p_true: Literal["normalised", "raw"] = "normalised",
@@ -249,14 +233,14 @@ class SelfCalibrationModule(ConfidenceModel):
         attn_implementation: str | None = None,
         query: str = DEFAULT_QUERY,
         prompt: Prompt | None = None,
-        auxiliary: dict[str, AuxiliarySettings] | None = None,
+        auxiliary: dict[str, settings.AuxiliarySettings] | None = None,
         seed: int = 0,
     ) -> None:
-        adapter = AdapterSettings(
+        adapter = settings.AdapterSettings(
             base_model, revision=revision, lora=lora, torch_dtype=torch_dtype, attn_implementation=attn_implementation,
             query=query, prompt=prompt, seed=seed,
         )  # fmt: skip
-        memory = MemorySettings(quantization, optimizer, gradient_checkpointing, recompute_above)
+        memory = settings.MemorySettings(quantization, optimizer, gradient_checkpointing, recompute_above)
         if adapter.activated:
             given = {
                 "omega": omega,
@@ -269,15 +253,15 @@ class SelfCalibrationModule(ConfidenceModel):
                     "Leave it out, or set `lora.activated: false` for joint training."
                 )
             omega, generation_loss = 0.0, False
-        losses = LossSettings(
-            omega=DEFAULT_OMEGA if omega is None else omega,
+        own = settings.LossSettings(
+            omega=settings.DEFAULT_OMEGA if omega is None else omega,
             generation_loss=generation_loss is not False,
             beta=beta, loss=loss, ranking=ranking, p_true=p_true,
         )  # fmt: skip
         if quantization is not None and lora is None:
             raise InputError(f"`quantization` {quantization!r} needs `lora`: four-bit weights cannot be trained.")
-        super().__init__(adapter, OptimizerSettings(lr, weight_decay, warmup_steps), losses, memory)
-        self.auxiliary = read_auxiliary(auxiliary, activated=self.activated)
+        super().__init__(adapter, settings.OptimizerSettings(lr, weight_decay, warmup_steps), own, memory)
+        self.auxiliary = settings.read_auxiliary(auxiliary, activated=self.activated)
         self.omega = self.losses.omega if self.losses.generation_loss else 0.0
         self.save_hyperparameters(
             plain_settings(self.adapter, self.optimization, self.losses, self.memory)
@@ -289,8 +273,6 @@ class SelfCalibrationModule(ConfidenceModel):
     def on_validation_start(self) -> None:
         self._step_log.pause()  # tokens per second are those of training
         super().on_validation_start()
-
-    # ---- training
 
     def training_step(self, batch: SSCBatch, batch_idx: int) -> Tensor:
         """Return this micro-batch's share of the loss; undoes the averaging over processes and micro-batches."""
@@ -307,8 +289,11 @@ class SelfCalibrationModule(ConfidenceModel):
         loss = calibration + self.omega * generation
         if contexts is not None:
             for place, name in enumerate(self.auxiliary):
+                query = self.chats[name].query
+                targets = batch.target if batch.auxiliary_target is None else batch.auxiliary_target[:, place]
                 with stream(), adapter_in_use(self.model, adapter_name(name)):
-                    loss = loss + self._loss_auxiliary(batch, contexts, place, name)
+                    p_true = ask(self.model, contexts, query).p_true(query, normalised=self._is_normalised)
+                    loss = loss + calibration_part(batch, p_true, self.losses_of(name), targets=targets)
         return loss * self.trainer.world_size * self.trainer.accumulate_grad_batches
 
     def _losses(self, batch: SSCBatch, contexts: Contexts | None = None) -> tuple[Tensor, Tensor, Tensor]:
@@ -327,13 +312,6 @@ class SelfCalibrationModule(ConfidenceModel):
             return calibration, torch.zeros_like(calibration), confidence
         return calibration, generation_part(batch, outputs.token_losses(batch.label_id)), confidence
 
-    def _loss_auxiliary(self, batch: SSCBatch, contexts: Contexts, place: int, name: str) -> Tensor:
-        """Return the calibration loss of an auxiliary adapter, which must be the active one; a scalar."""
-        query = self.chats[name].query
-        confidence = ask(self.model, contexts, query).p_true(query, normalised=self._is_normalised)
-        targets = batch.target if batch.auxiliary_target is None else batch.auxiliary_target[:, place]
-        return calibration_part(batch, confidence, self.losses_of(name), targets=targets)
-
     def configure_gradient_clipping(
         self, optimizer: Optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
     ) -> None:
@@ -344,8 +322,6 @@ class SelfCalibrationModule(ConfidenceModel):
         for name in map(adapter_name, (None, *self.auxiliary)):
             own = [parameter for key, parameter in trained_parameters(self).items() if f".{name}." in key]
             torch.nn.utils.clip_grad_norm_(own, gradient_clip_val)
-
-    # ---- what is logged in training
 
     def on_train_epoch_start(self) -> None:
         self._step_log.restart()

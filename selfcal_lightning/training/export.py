@@ -357,7 +357,7 @@ def versions() -> dict[str, str]:
 
 def describe_folder(folder: Path, manifest: Mapping[str, Any]) -> None:
     """Write a model card instead of PEFT's empty template, and the manifest with hashes of all files."""
-    (folder / "README.md").write_text(model_card(public_manifest(manifest)))
+    (folder / "README.md").write_text(model_card(public_manifest(manifest)), encoding="utf-8")
     (folder / folders.MANIFEST).write_text(
         manifest_text({**manifest, "format": folders.FORMAT, "files": folders.list_files(folder)})
     )

@@ -22,7 +22,7 @@ from selfcal_lightning.engines.vllm.records import lora_rank
 from selfcal_lightning.models.causal_lm import load_causal_lm
 from selfcal_lightning.models.folders import MANIFEST, check_files, list_files, read_manifest
 from selfcal_lightning.models.lora import read_adapter_state
-from selfcal_lightning.training.export import place_aside, replacing, write_export
+from selfcal_lightning.training.export import describe_folder, place_aside, replacing, write_export
 from selfcal_lightning.training.self_calibration import SelfCalibrationModule
 
 IDS = torch.arange(10, 34).view(2, 12)
@@ -41,6 +41,16 @@ def adapter(module: SelfCalibrationModule, tmp_path: Path) -> Path:
         store={"digests": {"0": "abc"}},
         metrics={"val/x": 0.5, "val/undefined": float("nan")},
     )
+
+
+def test_a_model_card_with_a_chinese_query_is_written_in_any_locale(
+    adapter: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest = read_manifest(adapter)
+    prompt = {**manifest["prompt"], "query": "答案正确吗?"}
+    monkeypatch.setattr("io.text_encoding", lambda encoding, *_: encoding or "latin-1")  # as where LANG is en_US
+    describe_folder(adapter, {**manifest, "prompt": prompt})
+    assert prompt["query"] in (adapter / "README.md").read_bytes().decode()
 
 
 def test_adapter_folder_says_what_it_is(module: SelfCalibrationModule, adapter: Path, tiny_model: str) -> None:

@@ -295,10 +295,16 @@ class OptimizerStepSampler:
         """Yield this process's micro-batches of ``epoch`` from number ``start``."""
         draw = self.draw(epoch)
         edges = self._edges(draw)
-        _, dealt = self.steps(draw)  # all of them: what does not fit is refused before the epoch begins
+        rows, dealt = self.steps(draw)  # all of them: what does not fit is refused before the epoch begins
         for step in range(start // self.accumulate, self.num_steps):
             first = start - step * self.accumulate if step == start // self.accumulate else 0
-            yield from self._plan(draw, slice(edges[step], edges[step + 1]), dealt[step], step)[first:]
+            places = slice(edges[step], edges[step + 1])
+            calibration, generation = draw.calibration_weight[places], draw.generation_weight[places]
+            # A run that is cut short by limit_train_batches steps on what it has: the totals count just that.
+            run = dealt[step][: max(self.limit - step * self.accumulate, 0) * self.world_size]
+            totals = [sum(float((weight[at] * real).sum()) for at, real in run) for weight in (calibration, generation)]
+            for at, real in dealt[step][self.rank :: self.world_size][first:]:
+                yield MicroBatch(rows[step][at], real, calibration[at] * real, generation[at] * real, *totals)
 
     def steps(self, draw: EpochDraw) -> tuple[list[IntArray], list[list[Dealt]]]:
         """Return the rows of every step, and how they are dealt to the micro-batches of all processes."""
@@ -313,18 +319,6 @@ class OptimizerStepSampler:
                 f"{len(draw.rows)}. Lower `total_tuples`, generate more samples, or set `fill=True`."
             )
         return np.arange(self.num_steps + 1) * len(draw.rows) // self.num_steps
-
-    def _plan(self, draw: EpochDraw, places: slice, dealt: list[Dealt], step: int) -> list[MicroBatch]:
-        rows = draw.rows[places]
-        calibration, generation = draw.calibration_weight[places], draw.generation_weight[places]
-        world = self.world_size
-        # A run that is cut short by limit_train_batches steps on what it has: the totals count just that.
-        run = dealt[: max(self.limit - step * self.accumulate, 0) * world]
-        totals = [sum(float((weight[at] * real).sum()) for at, real in run) for weight in (calibration, generation)]
-        return [
-            MicroBatch(rows[at], real, calibration[at] * real, generation[at] * real, *totals)
-            for at, real in dealt[self.rank :: world]
-        ]
 
 
 def rows_per_step(batch_size: int, trainer: Trainer | None) -> int:

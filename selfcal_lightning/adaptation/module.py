@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -298,23 +296,18 @@ class TestTimeTrainingModule(ConfidenceModel):
             return None, reference
         if self._round_state is None:  # round 0 was sampled by the base model
             return reference, reference if wants_reference else None
-        with self._adapter_of(self._round_state):
+        own = adapter_state(self.model)
+        set_adapter_state(self.model, self._round_state)
+        try:
             return self.response_logprobs(batch), reference
+        finally:
+            set_adapter_state(self.model, own)
 
     @torch.no_grad()
     def response_logprobs(self, batch: PolicyBatch) -> Tensor:
         """Return log p of the labels of a batch under the current model, without dropout and gradient [N]."""
         with evaluation_mode(self.model):
             return -self._outputs(batch, batch.label_position).token_losses(batch.label_id)
-
-    @contextmanager
-    def _adapter_of(self, state: Mapping[str, Tensor]) -> Iterator[None]:
-        own = adapter_state(self.model)
-        set_adapter_state(self.model, state)
-        try:
-            yield
-        finally:
-            set_adapter_state(self.model, own)
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Log the values of the step; one small collective."""

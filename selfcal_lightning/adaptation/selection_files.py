@@ -31,7 +31,7 @@ from selfcal_lightning.data.store.annotations import Annotation, annotation_name
 from selfcal_lightning.data.store.manifest import read_record, write_record
 from selfcal_lightning.data.store.overview import counted_samples
 from selfcal_lightning.data.store.sample_store import SampleStore
-from selfcal_lightning.data.store.shards import SampleIndex, StoreCorruptError, parquet_bytes, read_parquet
+from selfcal_lightning.data.store.shards import StoreCorruptError, parquet_bytes, read_parquet
 from selfcal_lightning.records import Question, QuestionSamples, Sample
 
 
@@ -239,21 +239,18 @@ def examples(selection: Selection, *, store_dir: str | Path | None = None) -> It
         chosen = kept[start : start + _ROWS_AT_ONCE]
         at = [places.get((row.question_id, row.index)) for row in chosen]
         for row, found in zip(chosen, at, strict=True):
-            _check_same(row, found, index, origins, place)
+            which = f"response {row.index} to {row.question_id!r}"
+            if found is None or origins[index.files[index.shard[found]]] != row.shard:
+                raise InputError(f"{place} lacks {which}, or it was sampled again. Run `selfcal select` again.")
+            if (now := index.answer[found]) != row.answer:
+                raise InputError(
+                    f"The answer of {which} was {row.answer!r} and is {now!r}. Run `selfcal select` again."
+                )
         stored = store.read_rows(index.locate(np.array(at, dtype=np.int64)))
         for row, one in zip(chosen, stored, strict=True):
             entry = QuestionSamples(one.question, (one.sample,), row.split, one.prompt_ids)
             seen = entry if selection.reads_reference else picking.without_references(entry)
             yield Example(row, seen.question, seen.samples[0], one.prompt_ids)
-
-
-def _check_same(row: SelectedRow, at: int | None, index: SampleIndex, origins: Mapping[str, str], place: Path) -> None:
-    """Raise InputError unless the store still holds the response that was selected, with the answer that it had."""
-    which = f"response {row.index} to {row.question_id!r}"
-    if at is None or origins[index.files[index.shard[at]]] != row.shard:
-        raise InputError(f"{place} lacks {which}, or it was sampled again. Run `selfcal select` again.")
-    if (now := index.answer[at]) != row.answer:
-        raise InputError(f"The answer of {which} was {row.answer!r} and is {now!r}. Run `selfcal select` again.")
 
 
 def write_reference_files(folder: Path, chosen: Sequence[Example]) -> None:

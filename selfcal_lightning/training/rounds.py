@@ -57,11 +57,8 @@ def keep_adapter(module: ConfidenceModel, store_dir: str | Path, *, round: int, 
         return folder
     check_same_training(folder, round, training)
     _LOG.warning(
-        "Round %d was begun with the adapter in %s; the weights now differ from it by up to %.3g. The round is "
-        "completed with the adapter on disk.",
-        round,
-        folder,
-        difference,
+        f"Round {round} was begun with the adapter in {folder}; the weights now differ from it by up to "
+        f"{difference:.3g}. The round is completed with the adapter on disk."
     )
     return folder
 
@@ -163,13 +160,9 @@ def check_adapter(
             "kept. Set the engine's `dtype` to the trainer's; with a quantised base, set `engine: transformers`."
         )
     _LOG.warning(
-        "The engine (%s, %s) and the trainer's model (%s) differ by %.3g nats in the mean, and by %.3g without the "
-        "adapter: P(True) and targets of its samples are as far apart. `dtype: float32` would bring them together.",
-        served["engine"],
-        served["dtype"],
-        dtype,
-        difference,
-        null,
+        f"The engine ({served['engine']}, {served['dtype']}) and the trainer's model ({dtype}) differ by "
+        f"{difference:.3g} nats in the mean, and by {null:.3g} without the adapter: P(True) and targets of its samples "
+        "are as far apart. `dtype: float32` would bring them together."
     )
     return difference
 

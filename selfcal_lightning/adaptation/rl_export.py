@@ -99,29 +99,28 @@ def verl_table(rows: Sequence[TrainingRow], *, selection_sha256: str) -> pa.Tabl
     reward = pa.struct({"style": _TEXT, "ground_truth": _TEXT})
     columns = {"data_source": _TEXT, "prompt": _CHAT, "ability": _TEXT, "reward_model": reward}
     schema = pa.schema({**columns, "extra_info": pa.struct(info)})
-    return pa.Table.from_pylist([_verl_row(row, names, selection_sha256) for row in rows], schema=schema)
-
-
-def _verl_row(row: TrainingRow, names: Sequence[str], selection_sha256: str) -> dict[str, Any]:
-    fields = row.reward_fields
-    return {
-        "data_source": fields["data_source"],
-        "prompt": row.chat,
-        "ability": _ABILITIES[get_task(row.row.task).answer_type],
-        # Empty and not null without a label: verl reads the field of every row.
-        "reward_model": {"style": "rule", "ground_truth": row.label.text or ""},
-        "extra_info": {
-            **{name: fields[name] for name in ("label_kind", "label_share", "key_steps")},
-            **{name: getattr(row.row, name) for name in ("split", "question_id", "num_samples", "num_unreadable")},
-            "index": row.number,
-            "label_confidence": row.label.confidence,
-            "label_margin": row.label.margin,
-            "response": row.example.sample.text,
-            "scores": {name: row.row.scores.get(name) for name in names} or {"none": None},
-            "round": row.row.round,
-            "selection_sha256": selection_sha256,
-        },
-    }
+    written = [
+        {
+            "data_source": row.reward_fields["data_source"],
+            "prompt": row.chat,
+            "ability": _ABILITIES[get_task(row.row.task).answer_type],
+            # Empty and not null without a label: verl reads the field of every row.
+            "reward_model": {"style": "rule", "ground_truth": row.label.text or ""},
+            "extra_info": {
+                **{name: row.reward_fields[name] for name in ("label_kind", "label_share", "key_steps")},
+                **{name: getattr(row.row, name) for name in ("split", "question_id", "num_samples", "num_unreadable")},
+                "index": row.number,
+                "label_confidence": row.label.confidence,
+                "label_margin": row.label.margin,
+                "response": row.example.sample.text,
+                "scores": {name: row.row.scores.get(name) for name in names} or {"none": None},
+                "round": row.row.round,
+                "selection_sha256": selection_sha256,
+            },
+        }
+        for row in rows
+    ]
+    return pa.Table.from_pylist(written, schema=schema)
 
 
 MANIFEST_FILE, KIND, REWARD_FILE = "export.json", "rl_export", "reward.py"

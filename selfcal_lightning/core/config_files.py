@@ -29,6 +29,12 @@ def given_options(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
         yield option, value if given else following
 
 
+def configurations(arguments: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Yield what each ``--config`` holds, a file or YAML text."""
+    for value in _config_values(arguments):
+        yield _yaml_text(value) if _is_yaml(value) else read_config(Path(value))
+
+
 def _config_values(arguments: Sequence[str]) -> list[str]:
     return [value for option, value in given_options(arguments) if option in OPTIONS and value]
 
@@ -110,8 +116,8 @@ def given_settings(arguments: Sequence[str]) -> dict[str, Any]:
         {'trainer.accelerator': 'cpu', 'model.lr': '0.1'}
     """
     settings: dict[str, Any] = {}
-    for value in _config_values(arguments):
-        settings |= _flat(_yaml_text(value) if _is_yaml(value) else read_config(Path(value)))
+    for content in configurations(arguments):
+        settings |= _flat(content)
     for option, value in given_options(arguments):
         if option.startswith("--") and option not in OPTIONS:
             settings[_short(option[2:])] = value

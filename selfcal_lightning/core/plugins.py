@@ -18,7 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from selfcal_lightning.core.config_files import config_files, given_options, read_config
+from selfcal_lightning.core.config_files import configurations, given_options
 from selfcal_lightning.core.errors import InputError, UserError
 
 OPTION = "plugins"
@@ -35,7 +35,7 @@ _loaded_points: set[str] = set()
 
 
 def named_plugins(arguments: Sequence[str]) -> list[str]:
-    found = [name for path in config_files(arguments) for name in _names(read_config(path).get(OPTION))]
+    found = [name for content in configurations(arguments) for name in _names(content.get(OPTION))]
     for option, value in given_options(arguments):
         if option in (f"--{OPTION}", f"--{OPTION}+"):
             found += _names(value)
@@ -68,7 +68,6 @@ def load_installed_plugins() -> None:
 
 
 def load_plugins_of_parent() -> None:
-    """In a child process, import the plug-ins of its parent."""
     load_installed_plugins()
     load_plugins(json.loads(os.environ.get(VARIABLE) or "[]"))
 

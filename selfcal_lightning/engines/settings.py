@@ -61,8 +61,8 @@ class EngineSettings:
             raise InputError("Expected `engine.name` to be transformers or vllm, but got 'openai', a server.")
 
     def of(self, *, revision: str | None = None, adapter: str | None = None) -> EngineOptions:
-        own = {**vars(self), "engine_args": dict(self.engine_args)}
-        return EngineOptions(**{**own, "revision": revision, "adapter": adapter})
+        own = {"engine_args": dict(self.engine_args), "revision": revision, "adapter": adapter}
+        return EngineOptions(**{**vars(self), **own})
 
 
 @dataclass(frozen=True)
@@ -88,14 +88,16 @@ def memory_share(free: int, total: int, *, weights: int, limit: float | None = N
 
     ``min(limit or 0.9, 0.95 * free / total)``.
     """
-    share = math.floor(100 * min(MOST if limit is None else limit, FREE_SHARE * free / total)) / 100
+    limit = MOST if limit is None else limit
+    share = math.floor(100 * min(limit, FREE_SHARE * free / total)) / 100
     least = weights / total + LEAST_CACHE_SHARE
     if share < least:
         gib = 2.0**30
+        wanted = f"to be at least {least:.2f} for {weights / gib:.1f} GiB of weights and a cache"
+        found = f"{share:.2f}: of {total / gib:.1f} GiB, {free / gib:.1f} are free, and the limit is {limit}"
         raise InputError(
-            f"Expected `gpu_memory_utilization` to be at least {least:.2f} for {weights / gib:.1f} GiB of weights and "
-            f"a cache, but got {share:.2f}: of {total / gib:.1f} GiB, {free / gib:.1f} are free, and the limit is "
-            f"{limit}. Raise the limit, lower the trainer's memory (batch size, gradient checkpointing), or set "
-            "`engine: transformers`, which samples with the trainer's own weights."
+            f"Expected `gpu_memory_utilization` {wanted}, but got {found}. Raise the limit, lower the trainer's memory "
+            "(batch size, gradient checkpointing), or set `engine: transformers`, which samples with the trainer's own "
+            "weights."
         )
     return share

@@ -25,11 +25,11 @@ def test_it_takes_what_is_free_up_to_the_limit(free: int, limit: float | None, s
     assert memory_share(free * GIB, 80 * GIB, weights=GIB, limit=limit) == share
 
 
-@pytest.mark.parametrize(("free", "limit"), [(20, None), (80, 0.2)])
-def test_too_little_names_the_setting(free: int, limit: float | None) -> None:
+@pytest.mark.parametrize(("free", "limit", "told"), [(20, None, 0.9), (80, 0.2, 0.2)])
+def test_too_little_names_the_setting(free: int, limit: float | None, told: float) -> None:
     # 16 GiB of 80 and 2 % for a cache: .22 are needed.
     assert memory_share(20 * GIB, 80 * GIB, weights=15 * GIB) == 0.23
-    with pytest.raises(ValueError, match=r"`gpu_memory_utilization` .* at least 0\.2[67].*`engine: transformers`"):
+    with pytest.raises(ValueError, match=rf"at least 0\.2[67] .* the limit is {told}\. .*`engine: transformers`"):
         memory_share(free * GIB, 80 * GIB, weights=20 * GIB - (0 if limit else 1), limit=limit)
 
 

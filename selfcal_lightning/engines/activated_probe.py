@@ -28,16 +28,6 @@ class Probe(NamedTuple):
     token_ids: tuple[int, ...]
 
 
-class ProbeAnswers(NamedTuple):
-    """Probabilities of the probe's tokens, [contexts][tokens] each."""
-
-    base: Table
-    asleep: Table
-    base_asked: Table
-    awake: Table
-    base_again: Table
-
-
 def query_settings(query: ConfidenceQuery, query_ids: Sequence[int]) -> dict[str, list[int]]:
     """Return what an engine's process needs of the query that activates an adapter, as JSON."""
     check_query(query.suffix_ids, query_ids)
@@ -45,7 +35,6 @@ def query_settings(query: ConfidenceQuery, query_ids: Sequence[int]) -> dict[str
 
 
 def make_probe(query_ids: Sequence[int], token_ids: Sequence[int], *, vocabulary: int, longest: int) -> Probe:
-    """Return a probe whose contexts fit."""
     lengths = sorted({min(length, longest - len(query_ids)) for length in CONTEXT_LENGTHS})
     if lengths[0] < 1:
         raise InputError(f"Expected `max_context` to leave room for a prompt before the query, but got {longest}.")
@@ -60,42 +49,31 @@ def try_adapter(ask: Callable[[ProbeGroups], Sequence[Table]], probe: Probe, *, 
     """
     (base,) = ask([(probe.contexts, False)])
     awake, base_asked, asleep = ask([(probe.asked, True), (probe.asked, False), (probe.contexts, True)])
-    (again,) = ask([(probe.asked, False)])
-    check_answers(ProbeAnswers(base, asleep, base_asked, awake, again), exact=exact, engine=engine)
-    return awake
-
-
-def check_answers(answers: ProbeAnswers, *, exact: bool, engine: str) -> None:
-    """Compare the inactive adapter with the base model, and the active one with both."""
+    (base_again,) = ask([(probe.asked, False)])
     bound = EXACT_NATS if exact else ROUNDED_NATS
-    asleep = _nats(answers.asleep, answers.base)
-    again = _nats(answers.base_again, answers.base_asked)
-    awake = _nats(answers.awake, answers.base_asked)
-    if not asleep <= bound:
-        raise InputError(
-            f"Expected the activated adapter to leave the base model as it is while it sleeps, but in {engine} "
-            f"log-probabilities differ by {asleep:.3g}: it reads more than its query."
-        )
-    if not again <= bound:
-        raise InputError(
-            f"Expected {engine} to keep what an activated adapter computes out of the base model's cache, but its "
-            f"log-probabilities differ by {again:.3g} after the adapter was asked."
-        )
-    if not awake > max(_TIMES_NOISE * max(asleep, again), _LEAST):
-        raise InputError(
-            f"Expected the activated adapter to change what follows its query, but in {engine} log-probabilities "
-            f"differ by {awake:.3g}, as much as noise. It was not trained, or it does not wake."
-        )
+    slept, kept, woke = _nats(asleep, base), _nats(base_again, base_asked), _nats(awake, base_asked)
+    if not slept <= bound:
+        wanted = "the activated adapter to leave the base model as it is while it sleeps"
+        found = f"log-probabilities differ by {slept:.3g}: it reads more than its query"
+        raise InputError(f"Expected {wanted}, but in {engine} {found}.")
+    if not kept <= bound:
+        wanted = f"{engine} to keep what an activated adapter computes out of the base model's cache"
+        found = f"its log-probabilities differ by {kept:.3g} after the adapter was asked"
+        raise InputError(f"Expected {wanted}, but {found}.")
+    if not woke > max(_TIMES_NOISE * max(slept, kept), _LEAST):
+        found = f"log-probabilities differ by {woke:.3g}, as much as noise. It was not trained, or it does not wake"
+        wanted = "the activated adapter to change what follows its query"
+        raise InputError(f"Expected {wanted}, but in {engine} {found}.")
+    return awake
 
 
 def check_equals_module(awake: Table, module: Table, *, engine: str) -> None:
     """Compare an engine with the training module, by probabilities after the queries, in float32."""
     difference = _largest_difference(awake, module)
     if not difference <= EXACT_DIFFERENCE:
-        raise InputError(
-            f"Expected {engine} to give the probabilities of the module that trained the activated adapter to "
-            f"{EXACT_DIFFERENCE:g} in float32, but they differ by {difference:.3g}. Is `model` its base model?"
-        )
+        wanted = f"{engine} to give the probabilities of the module that trained the activated adapter"
+        found = f"they differ by {difference:.3g}. Is `model` its base model?"
+        raise InputError(f"Expected {wanted} to {EXACT_DIFFERENCE:g} in float32, but {found}")
 
 
 def _largest_difference(found: Table, wanted: Table) -> float:

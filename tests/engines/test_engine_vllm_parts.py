@@ -170,8 +170,8 @@ def start(
         (tmp_path / "weights").touch()
         return tmp_path
 
-    monkeypatch.setattr(vllm, "model_folder", download)
-    monkeypatch.setattr(vllm, "weights_bytes", lambda model, revision: 200_000_000)
+    monkeypatch.setattr(vllm.folders, "model_folder", download)
+    monkeypatch.setattr(vllm.folders, "weights_bytes", lambda model, revision: 200_000_000)
     chat = ChatFormat(load_tokenizer(tiny_model))
 
     def make(plan: str, **options: object) -> tuple[vllm.VLLMEngine, Callable[[], int]]:
@@ -215,7 +215,7 @@ def test_a_start_may_take_longer_for_more_weights(start: Callable[..., Any], mon
     told = watch_starts(monkeypatch)
     engine, _ = start("is ready")
     assert engine.max_context == 64
-    assert [timeout for _, timeout in told] == [vllm.START_SECONDS + 2.0]
+    assert [timeout for _, timeout in told] == [vllm.process.START_SECONDS + 2.0]
     engine.close()
 
 
@@ -306,7 +306,7 @@ def test_a_start_that_fails_says_what_to_do(log: str, advice: str, monkeypatch: 
     monkeypatch.setattr("selfcal_lightning.core.imports.is_installed", lambda module: True)
     engine = vllm.VLLMEngine("some/model")
     engine._process = SimpleNamespace(bury=lambda: log)
-    with pytest.raises(vllm.EngineCrashedError) as raised:
+    with pytest.raises(EngineCrashedError) as raised:
         engine._on_crash("it did not start", fatal=True)
     told = str(raised.value)
     assert told.endswith(log)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from selfcal_lightning.engines.activated_probe import ProbeAnswers, check_answers, check_equals_module, make_probe
+from selfcal_lightning.engines.activated_probe import check_equals_module, make_probe, try_adapter
 from selfcal_lightning.engines.base import ADAPTER_VARIABLE
 from selfcal_lightning.engines.vllm import plugin as vllm_plugin
 from selfcal_lightning.engines.vllm.process import worker_environment
@@ -177,24 +177,27 @@ def test_tokens_without_an_adapter_get_none_when_all_slots_are_taken() -> None:
 # ---- the self-test's judgement
 
 
-def _answers(**changes: float) -> ProbeAnswers:
-    names = ("base", "asleep", "base_asked", "awake", "base_again")
+def _try(*, exact: bool, **changes: float) -> None:
     given = {"base": 0.2, "asleep": 0.2, "base_asked": 0.3, "awake": 0.5, "base_again": 0.3, **changes}
-    return ProbeAnswers(**{name: [[given[name], 0.1], [0.4, 0.1]] for name in names})
+    answers = {name: [[p, 0.1], [0.4, 0.1]] for name, p in given.items()}
+    asked = iter([["base"], ["awake", "base_asked", "asleep"], ["base_again"]])
+    probe = make_probe(QUERY, (5, 6), vocabulary=50, longest=20)
+    awake = try_adapter(lambda _: [answers[name] for name in next(asked)], probe, exact=exact, engine="vLLM")
+    assert awake == answers["awake"]
 
 
 def test_the_self_test_tells_what_is_wrong() -> None:
-    check_answers(_answers(), exact=True, engine="vLLM")
-    check_answers(_answers(asleep=0.201), exact=False, engine="vLLM")
+    _try(exact=True)
+    _try(exact=False, asleep=0.201)
     for changes, said in (
         ({"asleep": 0.201}, "leave the base model as it is while it sleeps, but in vLLM .* differ by 0.00499"),
         ({"base_again": 0.301}, "out of the base model's cache"),
         ({"awake": 0.3}, "change what follows its query, but in vLLM"),
     ):
         with pytest.raises(ValueError, match=said):
-            check_answers(_answers(**changes), exact=True, engine="vLLM")
+            _try(exact=True, **changes)
     with pytest.raises(ValueError, match="as much as noise"):  # in half precision rounding alone moves as much
-        check_answers(_answers(asleep=0.21, awake=0.31), exact=False, engine="vLLM")
+        _try(exact=False, asleep=0.21, awake=0.31)
     check_equals_module([[0.2, 0.1]], [[0.2, 0.10005]], engine="vLLM")
     with pytest.raises(ValueError, match=r"to 0\.0001 in float32, but they differ by 0\.0002"):
         check_equals_module([[0.2, 0.1]], [[0.2, 0.1002]], engine="vLLM")

@@ -51,10 +51,9 @@ def wake_at_query(adapter: str) -> None:
     if not query_ids:
         raise InputError(f"Expected the folder of an activated adapter, from `selfcal fit`, but got {adapter!r}.")
     if vllm.__version__.partition("+")[0] not in TRIED_VERSIONS:
-        raise InputError(
-            f"Expected vLLM {' or '.join(TRIED_VERSIONS)}, which activated adapters were tried on, but got "
-            f"{vllm.__version__}. Install that version, or use `engine: transformers`."
-        )
+        wanted = f"vLLM {' or '.join(TRIED_VERSIONS)}, which activated adapters were tried on"
+        way_out = "Install that version, or use `engine: transformers`."
+        raise InputError(f"Expected {wanted}, but got {vllm.__version__}. {way_out}")
     _QUERIES[os.path.realpath(adapter)] = query_ids
     _change_vllm()
 

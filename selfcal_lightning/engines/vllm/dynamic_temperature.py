@@ -64,10 +64,8 @@ class DynamicTemperature(ProcessorV1, ProcessorV2):
         if len(values) != 3 or not (values[0] > 0 and 0 < values[1] <= 1 and values[2] >= 0):
             raise InputError(f"Expected `{EXTRA_ARG}` to be [base > 0, 0 < scale <= 1, theta >= 0], but got {values}.")
         if sampling_params.temperature != 1.0 or sampling_params.min_p:
-            raise InputError(
-                f"Expected `temperature` to be 1.0 and `min_p` to be 0 with `{EXTRA_ARG}`, which replaces them, but "
-                f"got {sampling_params.temperature} and {sampling_params.min_p}."
-            )
+            wanted = f"`temperature` to be 1.0 and `min_p` to be 0 with `{EXTRA_ARG}`, which replaces them"
+            raise InputError(f"Expected {wanted}, but got {sampling_params.temperature} and {sampling_params.min_p}.")
 
     def __init__(self, vllm_config: VllmConfig, device_or_states: Any, is_pin_memory: bool | None = None) -> None:
         self._by_slot = is_pin_memory is None  # V2 passes (config, request states), V1 (config, device, pin memory)
@@ -120,19 +118,16 @@ class DynamicTemperature(ProcessorV1, ProcessorV2):
 
     def apply(self, logits: torch.Tensor, ctx: LogitsContext | None = None) -> torch.Tensor:
         """Sharpen the rows of the requests that ask for it; V2 passes ``ctx``."""
-        if self._by_slot:
-            return self._apply_by_slot(logits, ctx)
+        if ctx is not None:
+            if not self._slot_on[ctx.idx_mapping_np].any():
+                return logits
+            # Nearly every step holds both queries and samples. Rows without EDT are divided by 1, which only shifts
+            # them: a mask would cost a copy that waits for the device, and the asynchronous scheduling with it.
+            parameters = self._slot_parameters[ctx.expanded_idx_mapping.long()].split(1, dim=1)
+            return sharpen_logits_(logits, *parameters)
         if not self._row_requests:
             return logits
         if len(self._row_requests) == logits.shape[0]:
             return sharpen_logits_(logits, *self._row_parameters)
         logits[self._rows] = sharpen_logits_(logits[self._rows], *self._row_parameters)
         return logits
-
-    def _apply_by_slot(self, logits: torch.Tensor, ctx: LogitsContext) -> torch.Tensor:
-        if not self._slot_on[ctx.idx_mapping_np].any():
-            return logits
-        # Nearly every step holds both queries and samples. Rows without EDT are divided by 1, which only shifts them: a
-        # mask would cost a copy that waits for the device, and the asynchronous scheduling with it.
-        parameters = self._slot_parameters[ctx.expanded_idx_mapping.long()].split(1, dim=1)
-        return sharpen_logits_(logits, *parameters)

@@ -17,33 +17,11 @@ from selfcal_lightning.core.imports import check_installed
 from selfcal_lightning.engines.activated_probe import query_settings
 from selfcal_lightning.engines.base import MAX_SCORED_IDS, Failure, check_prompts, check_request, response_room
 from selfcal_lightning.engines.in_flight import InFlight, read_scores
-from selfcal_lightning.engines.vllm.process import (
-    START_SECONDS,
-    StartRefusedError,
-    WorkerProcess,
-    is_cpu_build,
-    way_out,
-    worker_environment,
-)
-from selfcal_lightning.engines.vllm.records import (
-    EngineCrashedError,
-    Flight,
-    FlightBook,
-    VLLMStatistics,
-    lora_rank,
-    wire_messages,
-)
+from selfcal_lightning.engines.vllm import process, records
+from selfcal_lightning.engines.vllm.process import WorkerProcess, is_cpu_build
+from selfcal_lightning.engines.vllm.records import Flight, FlightBook, VLLMStatistics
+from selfcal_lightning.models import folders
 from selfcal_lightning.models.chat_format import ChatFormat, generation_end_ids, load_tokenizer
-from selfcal_lightning.models.folders import (
-    adapter_identity,
-    check_model_folder,
-    local_adapter,
-    model_folder,
-    read_invocation_ids,
-    resolve_model,
-    weights_bytes,
-    weights_sha256,
-)
 from selfcal_lightning.records import Request, Response
 
 _logger = logging.getLogger(__name__)
@@ -118,9 +96,9 @@ class VLLMEngine:
         check_installed("vllm", extra="vllm")
         check_at_least(1, max_batch=1 if max_batch is None else max_batch, max_attempts=max_attempts)
         check_at_least(0, max_restarts=max_restarts)
-        self.model, self.revision = resolve_model(model), revision
-        self.adapter = None if adapter is None else local_adapter(adapter)
-        self._query_ids = None if self.adapter is None else read_invocation_ids(self.adapter)
+        self.model, self.revision = folders.resolve_model(model), revision
+        self.adapter = None if adapter is None else folders.local_adapter(adapter)
+        self._query_ids = None if self.adapter is None else folders.read_invocation_ids(self.adapter)
         self._settings: dict[str, Any] = {
             "dtype": None if dtype == "auto" else dtype,
             "max_context": max_context,
@@ -234,15 +212,15 @@ class VLLMEngine:
             "head_dtype": self._limits["head_dtype"],
             "model": self.model,
             "revision": self.revision,
-            "weights_sha256": weights_sha256(self.model, revision=self.revision),
-            **adapter_identity(self.adapter),
+            "weights_sha256": folders.weights_sha256(self.model, revision=self.revision),
+            **folders.adapter_identity(self.adapter),
         }
 
     def close(self) -> None:
         self._closed = True
-        process, self._process = self._process, None
-        if process is not None and self._owner == os.getpid():  # a forked copy must not end its parent's engine
-            process.close()
+        child, self._process = self._process, None
+        if child is not None and self._owner == os.getpid():  # a forked copy must not end its parent's engine
+            child.close()
 
     def statistics(self) -> VLLMStatistics:
         return VLLMStatistics(**(self._totals + self._child))
@@ -263,7 +241,7 @@ class VLLMEngine:
             self._start()
 
     def _start(self) -> None:
-        check_model_folder(self.model)
+        folders.check_model_folder(self.model)
         if self._chat is None:
             self._chat = ChatFormat(load_tokenizer(self.model, revision=self.revision))
         if self._settings["stop_token_ids"] is None:
@@ -271,13 +249,14 @@ class VLLMEngine:
             self._settings["stop_token_ids"] = sorted(ends)
         query = None if self._query_ids is None else query_settings(self._chat.query, self._query_ids)
         # A hub model is downloaded before the clock of the start begins; the child gets a folder and never asks a hub.
-        folder = model_folder(self.model, revision=self.revision)
+        folder = folders.model_folder(self.model, revision=self.revision)
         told: dict[str, Any] = {"model": str(folder), "adapter": self.adapter, "activated": query}
-        told["lora_rank"] = None if self.adapter is None else lora_rank(self.adapter)
+        told["lora_rank"] = None if self.adapter is None else records.lora_rank(self.adapter)
         timeout = self._start_timeout
         if timeout is None:
-            timeout = START_SECONDS + weights_bytes(self.model, revision=self.revision) / _START_BYTES_A_SECOND
-        environment = worker_environment(
+            size = folders.weights_bytes(self.model, revision=self.revision)
+            timeout = process.START_SECONDS + size / _START_BYTES_A_SECOND
+        environment = process.worker_environment(
             os.environ,
             on_cpu=is_cpu_build(),
             devices=self._devices,
@@ -292,7 +271,7 @@ class VLLMEngine:
         try:
             self._limits = self._process.start({**self._settings, **told}, timeout=timeout)
         except (EOFError, OSError) as error:
-            in_vain = isinstance(error, StartRefusedError) or self._crashes > 0
+            in_vain = isinstance(error, process.StartRefusedError) or self._crashes > 0
             self._on_crash(f"it did not start: {error}", fatal=in_vain and not self._limits)
             return
         except BaseException:  # such as Ctrl-C in a start of minutes: the next call starts anew
@@ -320,9 +299,9 @@ class VLLMEngine:
             raise
 
     def _drop_process(self) -> None:
-        process, self._process = self._process, None
-        if process is not None:
-            process.kill()
+        child, self._process = self._process, None
+        if child is not None:
+            child.kill()
 
     def _work(self, patience: float = math.inf) -> None:
         self._ensure_started()
@@ -351,12 +330,12 @@ class VLLMEngine:
 
     def _drop_in_child(self, numbers: Sequence[int]) -> dict[int, int]:
         """Make the child drop flights and return the tokens drawn for those that it had begun, by number."""
-        process, self._drawn = self._process, {}
-        if process is None:
+        child, self._drawn = self._process, {}
+        if child is None:
             return {}
         self._cancel_calls += 1
         self._send({"op": "cancel", "ids": numbers, "call": self._cancel_calls})
-        while self._process is process and self._cancel_answers < self._cancel_calls:
+        while self._process is child and self._cancel_answers < self._cancel_calls:
             self._listen()
         return {number: self._drawn[number] for number in numbers if number in self._drawn}
 
@@ -364,7 +343,8 @@ class VLLMEngine:
         """Give the child what it may have now: enough that it never runs dry between two polls."""
         if self._process is None or not (group := self._book.take(2 * self._limits["max_batch"])):
             return
-        messages = list(wire_messages(group, lambda request: response_room(request, self._limits["max_context"])))
+        most = self._limits["max_context"]
+        messages = list(records.wire_messages(group, lambda request: response_room(request, most)))
         for message in messages:  # a crash on the way puts the whole group back
             self._send(message)
 
@@ -409,8 +389,8 @@ class VLLMEngine:
 
     def _on_crash(self, reason: str, *, fatal: bool = False) -> None:
         """Queue the child's work again, unless it failed too often; the next piece of work starts another."""
-        process, self._process = self._process, None
-        report = cast(WorkerProcess, process).bury()
+        child, self._process = self._process, None
+        report = cast(WorkerProcess, child).bury()
         self._totals["crashes"] += 1
         self._crashes += 1
         for number, flight in self._book.crash(max_attempts=self._max_attempts):
@@ -425,6 +405,6 @@ class VLLMEngine:
             told = f"failed {self._crashes} time(s) in a row"
             if blamed > self._max_restarts:
                 told = f"crashed over {blamed} different prompts in a row"
-            last = f"the last time because {reason}. {way_out(report)}{report}"
-            raise EngineCrashedError(f"The vLLM engine of {self.model!r} {told}, {last}")
+            last = f"the last time because {reason}. {process.way_out(report)}{report}"
+            raise records.EngineCrashedError(f"The vLLM engine of {self.model!r} {told}, {last}")
         _logger.warning("The vLLM process was lost (%s) and is restarted. %s", reason, report)

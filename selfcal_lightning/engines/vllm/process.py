@@ -86,12 +86,7 @@ class WorkerProcess:
     """
 
     def __init__(
-        self,
-        environment: Mapping[str, str],
-        *,
-        send_timeout: float,
-        log_path: Path | None = None,
-        module: str | None = None,
+        self, environment: Mapping[str, str], *, send_timeout: float, log_path: Path | None = None, module: str = ""
     ) -> None:
         self._keeps_log = log_path is not None
         self.log_path = log_path or _temporary_log()

@@ -149,8 +149,7 @@ def lora_rank(adapter: str) -> int:
     config = check_adapter(adapter)
     rank = max([config["r"], *config.get("rank_pattern", {}).values()])
     if rank > LORA_RANKS[-1]:
-        raise InputError(
-            f"Expected the rank of the adapter {adapter!r} to be at most {LORA_RANKS[-1]}, which is what vLLM serves, "
-            f"but got {rank}. Use the transformers engine, or merge the adapter with `selfcal export`."
-        )
+        wanted = f"the rank of the adapter {adapter!r} to be at most {LORA_RANKS[-1]}, which is what vLLM serves"
+        way_out = "Use the transformers engine, or merge the adapter with `selfcal export`."
+        raise InputError(f"Expected {wanted}, but got {rank}. {way_out}")
     return min(served for served in LORA_RANKS if served >= rank)

@@ -15,14 +15,8 @@ from typing import Any
 
 from selfcal_lightning.core.errors import RunError
 from selfcal_lightning.core.imports import check_installed
-from selfcal_lightning.engines.vllm.process import (
-    START_SECONDS,
-    Channel,
-    WorkerProcess,
-    is_cpu_build,
-    way_out,
-    worker_environment,
-)
+from selfcal_lightning.engines.vllm import process
+from selfcal_lightning.engines.vllm.process import Channel, WorkerProcess
 
 MODULE = "selfcal_lightning.engines.vllm.token_outputs"
 SEND_SECONDS = 60.0
@@ -34,11 +28,11 @@ class VLLMTokenOutputs:
 
     def __init__(self, model: str, *, dtype: str = "auto") -> None:
         check_installed("vllm", extra="vllm")
-        environment = worker_environment(os.environ, on_cpu=is_cpu_build())
+        environment = process.worker_environment(os.environ, on_cpu=process.is_cpu_build())
         self._process: WorkerProcess | None = WorkerProcess(environment, send_timeout=SEND_SECONDS, module=MODULE)
         told = {"model": str(Path(model).resolve()), "dtype": dtype}
         try:
-            limits = self._process.start(told, timeout=START_SECONDS)
+            limits = self._process.start(told, timeout=process.START_SECONDS)
         except (EOFError, OSError) as error:
             raise self._failed(f"it did not start: {error}") from error
         self.max_context: int = limits["max_context"]
@@ -58,16 +52,16 @@ class VLLMTokenOutputs:
         return answer["outputs"]
 
     def close(self) -> None:
-        process, self._process = self._process, None
-        if process is not None:
-            process.close()
+        child, self._process = self._process, None
+        if child is not None:
+            child.close()
 
     def _failed(self, why: str) -> RunError:
-        process, self._process = self._process, None
-        report = "" if process is None else process.bury()
+        child, self._process = self._process, None
+        report = "" if child is None else child.bury()
         return RunError(
-            f"Expected vLLM to run the reward model, but {why}. {way_out(report)}Read it without `reward.engine`.\n"
-            f"{report}"
+            f"Expected vLLM to run the reward model, but {why}. {process.way_out(report)}"
+            f"Read it without `reward.engine`.\n{report}"
         )
 
 

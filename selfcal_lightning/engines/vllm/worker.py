@@ -148,10 +148,10 @@ class Worker:
     def add_samples(self, prompts: list[list[int]], specs: list[dict[str, Any]]) -> None:
         """Queue samples; ``spec["prompt"]`` is an index into ``prompts``."""
         for spec in specs:
-            self._samples[spec["id"]] = _Sample(spec, prompts[spec["prompt"]])
             prompt = prompts[spec["prompt"]]
+            self._samples[spec["id"]] = _Sample(spec, prompt)
             params = sampling_params(spec, self._stop_ids, by_position=self._by_position)
-            self._add(spec["id"], f"s{spec['id']}", prompt, params, None if self._query_ids else self._lora)
+            self._add(f"s{spec['id']}", prompt, params, None if self._query_ids else self._lora)
 
     def add_scores(self, specs: list[dict[str, Any]]) -> None:
         for spec in specs:
@@ -159,7 +159,7 @@ class Worker:
             sleeps = self._query_ids is not None and not ends_with_query(spec["prompt"], self._query_ids)
             lora = self._lora if spec["with_adapter"] and not sleeps else None
             params = query_params(spec["token_ids"])
-            self._add(spec["id"], f"p{spec['id']}", spec["prompt"], params, lora, priority=_QUERY_FIRST)
+            self._add(f"p{spec['id']}", spec["prompt"], params, lora)
 
     def cancel(self, ids: list[int]) -> list[tuple[int, int]]:
         """Drop requests, whichever pass they are in; return (id, tokens drawn) of the samples that were begun."""
@@ -203,20 +203,14 @@ class Worker:
     def shutdown(self) -> None:
         self._engine.engine_core.shutdown()
 
-    def _add(
-        self,
-        number: int,
-        key: str,
-        prompt: list[int],
-        params: SamplingParams,
-        lora: LoRARequest | None,
-        *,
-        priority: int = _SAMPLE_NEXT,
-    ) -> None:
+    def _add(self, key: str, prompt: list[int], params: SamplingParams, lora: LoRARequest | None) -> None:
+        """Queue a request; its key names its stage (sample, query or prompt to score) and its number."""
         engine_input = {"type": "token", "prompt_token_ids": prompt}
+        priority = _SAMPLE_NEXT if key.startswith("s") else _QUERY_FIRST
         try:
             self._engine.add_request(key, engine_input, params, lora_request=lora, priority=priority)
         except ValueError as error:  # vLLM judges the request itself; a fault of the engine is not a ValueError
+            number = int(key[1:])
             self._samples.pop(number, None)
             self._scores.pop(number, None)
             self._finished["failed"].append({"id": number, "error": str(error)})
@@ -250,7 +244,7 @@ class Worker:
             return
         ids = [*sample.prompt, *token_ids, *query["suffix"]]
         params = query_params([*query["yes"], *query["no"]])
-        self._add(number, f"q{number}", ids, params, self._lora, priority=_QUERY_FIRST)
+        self._add(f"q{number}", ids, params, self._lora)
 
     def _on_queried(self, number: int, output: RequestOutput) -> None:
         sample = self._samples.pop(number)

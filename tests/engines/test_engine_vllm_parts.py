@@ -287,6 +287,13 @@ def test_ranks_are_rounded_up_to_what_vllm_serves(tmp_path: Path, rank: int, ser
         assert lora_rank(adapter) == served
 
 
+def test_an_adapter_may_state_null_where_no_layer_has_a_rank_of_its_own(tmp_path: Path) -> None:
+    adapter = write_adapter(tmp_path, rank=8)
+    config = {"peft_type": "LORA", "r": 24, "rank_pattern": None}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    assert lora_rank(adapter) == 32
+
+
 @pytest.mark.parametrize(("name", "value"), [("max_batch", 0), ("max_attempts", 0), ("max_restarts", -1)])
 def test_limits_are_checked(name: str, value: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("selfcal_lightning.core.imports.is_installed", lambda module: True)

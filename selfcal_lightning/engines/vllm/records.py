@@ -147,7 +147,7 @@ LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # those that vLLM has room 
 def lora_rank(adapter: str) -> int:
     """Return the rank that vLLM has to make room for: the next above the largest in an adapter's folder."""
     config = check_adapter(adapter)
-    rank = max([config["r"], *config.get("rank_pattern", {}).values()])
+    rank = max([config["r"], *(config.get("rank_pattern") or {}).values()])
     if rank > LORA_RANKS[-1]:
         wanted = f"the rank of the adapter {adapter!r} to be at most {LORA_RANKS[-1]}, which is what vLLM serves"
         way_out = "Use the transformers engine, or merge the adapter with `selfcal export`."

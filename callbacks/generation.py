@@ -34,7 +34,7 @@ from selfcal_lightning.data.store.shards import SampleIndex, StoreCorruptError
 from selfcal_lightning.engines.base import Engine
 from selfcal_lightning.engines.opening import open_engine, serve_model
 from selfcal_lightning.engines.sampling import sampler
-from selfcal_lightning.engines.sampling.running import part_name
+from selfcal_lightning.engines.sampling.sampler import part_name
 from selfcal_lightning.engines.settings import EngineOptions, EngineSettings, memory_share
 from selfcal_lightning.models.causal_lm import WeightFiles
 from selfcal_lightning.models.chat_format import ChatFormat, load_tokenizer

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -161,10 +162,7 @@ def run_step(arguments: Sequence[str]) -> int:
 
 @contextmanager
 def run_beside(arguments: Sequence[str], log: Path) -> Iterator[None]:
-    """Run a ``selfcal`` command beside the block, with its output in ``log``, and wait for both to end.
-
-    If the command fails, the user is told, but nothing is raised.
-    """
+    """Run a ``selfcal`` command beside the block, with its output in ``log``; its failure is told and not raised."""
     log.parent.mkdir(parents=True, exist_ok=True)
     say(f"Meanwhile, with its output in {log}: {shlex.join(['selfcal', *arguments])}")
     with log.open("w") as file, _started(arguments, stdout=file, stderr=subprocess.STDOUT) as step:
@@ -201,16 +199,17 @@ def run_shown(number: str, arguments: Sequence[str]) -> None:
         raise RunError(f"{ended} The same command continues from what is there.")
 
 
-def _watch_parent() -> None:
-    """When standard input closes, ask this process to stop, then kill it if it does not."""
+def watch_parent(stop: Callable[[], object], grace_seconds: float) -> None:
+    """When standard input closes, ask this process to ``stop``, then kill it if it does not."""
     # Not through `sys.stdin`, whose lock a daemon thread must not hold when the interpreter ends.
     while os.read(0, 1024):
         pass
-    os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(GRACE_SECONDS)
+    stop()
+    time.sleep(grace_seconds)
     os._exit(1)
 
 
 if __name__ == "__main__":
-    threading.Thread(target=_watch_parent, daemon=True).start()
+    terminate = partial(os.kill, os.getpid(), signal.SIGTERM)
+    threading.Thread(target=watch_parent, args=(terminate, GRACE_SECONDS), daemon=True).start()
     runpy.run_module("selfcal_lightning", run_name="__main__", alter_sys=True)

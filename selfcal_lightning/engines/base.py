@@ -60,10 +60,8 @@ class FailuresInARow:
     def add(self, name: str, question_id: str, failure: Failure) -> None:
         self._failed.add((question_id, True) if failure.is_refusal else (name, False))
         if len(self._failed) >= self._limit:
-            raise EngineStoppedError(
-                f"Expected the engine to answer, but {len(self._failed)} requests in a row failed (`max_failures`). "
-                f"{self._way_out} The last one: {failure.reason}"
-            )
+            found = f"{len(self._failed)} requests in a row failed (`max_failures`). {self._way_out}"
+            raise EngineStoppedError(f"Expected the engine to answer, but {found} The last one: {failure.reason}")
 
 
 class Engine(Protocol):
@@ -186,20 +184,15 @@ def _poll(engine: Engine, pending: set[str]) -> Mapping[str, Response | Failure]
 def check_request(
     request: Request, *, max_context: int, end_ids: Collection[int], query_ids: Sequence[int] | None
 ) -> None:
-    """Refuse what an engine cannot draw."""
     if query_ids is not None and request.query is not None:
         check_query(request.query.suffix_ids, query_ids)
     prefix, most = request.prefix_ids, request.sampling.max_new_tokens
     if len(prefix) >= most:
-        raise InputError(
-            f"Expected `prefix_ids` of request {request.id!r} to leave room in `max_new_tokens`, {most}, which counts "
-            f"them too, but got {len(prefix)}. Raise `max_new_tokens`."
-        )
+        wanted = f"`prefix_ids` of request {request.id!r} to leave room in `max_new_tokens`, {most}"
+        raise InputError(f"Expected {wanted}, which counts them too, but got {len(prefix)}. Raise `max_new_tokens`.")
     if ends := set(prefix) & set(end_ids):
-        raise InputError(
-            f"Expected `prefix_ids` of request {request.id!r} to be tokens inside of a response, but got {min(ends)}, "
-            "which ends one."
-        )
+        wanted = f"`prefix_ids` of request {request.id!r} to be tokens inside of a response"
+        raise InputError(f"Expected {wanted}, but got {min(ends)}, which ends one.")
     response_room(request, max_context)
 
 
@@ -208,22 +201,17 @@ def response_room(request: Request, max_context: int) -> int:
     suffix = 0 if request.query is None else len(request.query.suffix_ids)
     longest = max_context - suffix - 1
     if not 1 <= len(request.prompt_ids) <= longest:
-        raise InputError(
-            f"Expected request {request.id!r} to have a prompt of 1 to {longest} tokens, but got "
-            f"{len(request.prompt_ids)}: a context of {max_context} also holds {suffix} of the query and a response."
-        )
+        found = f"{len(request.prompt_ids)}: a context of {max_context} also holds {suffix} of the query and a response"
+        raise InputError(f"Expected request {request.id!r} to have a prompt of 1 to {longest} tokens, but got {found}.")
     room = min(request.sampling.max_new_tokens, longest + 1 - len(request.prompt_ids)) - len(request.prefix_ids)
     if room < 1:
-        raise InputError(
-            f"Expected `prefix_ids` of request {request.id!r} to leave room for a token, but got "
-            f"{len(request.prefix_ids)} after a prompt of {len(request.prompt_ids)} in a context of {max_context}, "
-            f"which also holds {suffix} of the query."
-        )
+        wanted = f"`prefix_ids` of request {request.id!r} to leave room for a token"
+        found = f"{len(request.prefix_ids)} after a prompt of {len(request.prompt_ids)} in a context of {max_context}"
+        raise InputError(f"Expected {wanted}, but got {found}, which also holds {suffix} of the query.")
     return room
 
 
 def check_prompts(prompts: Sequence[Sequence[int]], max_context: int) -> None:
-    """Raise InputError where a prompt is empty or does not fit."""
     for prompt in prompts:
         if not 1 <= len(prompt) <= max_context:
             raise InputError(f"Expected prompts of 1 to {max_context} tokens, but got {len(prompt)}.")
@@ -277,10 +265,9 @@ def finish_of(token_ids: Sequence[int], *, ended: bool, step_ids: Collection[int
 def check_query(given: Sequence[int], query_ids: Sequence[int]) -> None:
     """Raise InputError unless ``given`` is the query that the adapter was trained on, both in token ids."""
     if tuple(given) != tuple(query_ids):
-        raise InputError(
-            f"Expected the confidence query that the activated adapter was trained on, {list(query_ids)} in token ids, "
-            f"but got {list(given)}. Set `query` to the text in the adapter's manifest, and `model` to its base model."
-        )
+        wanted = f"the confidence query that the activated adapter was trained on, {list(query_ids)} in token ids"
+        way_out = "Set `query` to the text in the adapter's manifest, and `model` to its base model."
+        raise InputError(f"Expected {wanted}, but got {list(given)}. {way_out}")
 
 
 def ends_with_query(prompt: Sequence[int], query_ids: Sequence[int] | None) -> bool:

@@ -36,10 +36,8 @@ class LevelSettings:
             return tuple(range(num_levels))
         chosen = [level + num_levels if level < 0 else level for level in self.levels]
         if not chosen or len(set(chosen)) < len(chosen) or not all(0 <= level < num_levels for level in chosen):
-            raise InputError(
-                f"Expected `levels` to be distinct and from 0, the embedding, to {num_levels - 1}, the last layer, but "
-                f"got {list(self.levels)}."
-            )
+            wanted = f"`levels` to be distinct and from 0, the embedding, to {num_levels - 1}, the last layer"
+            raise InputError(f"Expected {wanted}, but got {list(self.levels)}.")
         return tuple(sorted(chosen))
 
 
@@ -58,7 +56,5 @@ class PromptStates:
 
 def check_gives_hidden_states(engine: EngineSettings) -> None:
     if engine.name in _REASONS:
-        raise InputError(
-            f"Expected `engine.name` to be transformers where hidden states are read, but got {engine.name!r}, "
-            f"{_REASONS[engine.name]}. Responses may be sampled with it."
-        )
+        found = f"{engine.name!r}, {_REASONS[engine.name]}. Responses may be sampled with it"
+        raise InputError(f"Expected `engine.name` to be transformers where hidden states are read, but got {found}.")

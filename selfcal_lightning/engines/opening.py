@@ -9,19 +9,19 @@ from typing import TYPE_CHECKING, Any
 
 from selfcal_lightning.core.errors import InputError, did_you_mean
 from selfcal_lightning.core.imports import check_installed
+from selfcal_lightning.engines.base import Engine
 from selfcal_lightning.engines.openai.server import check_reachable
 from selfcal_lightning.engines.openai.transport import check_base_url
 from selfcal_lightning.engines.openai.wire import check_sampling
 from selfcal_lightning.engines.settings import EngineName, EngineOptions
+from selfcal_lightning.models.chat_format import ChatFormat, Prompt, load_tokenizer
 from selfcal_lightning.models.folders import check_adapter_name, check_model, check_name
 from selfcal_lightning.records import SamplingSettings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from selfcal_lightning.engines.base import Engine
     from selfcal_lightning.engines.transformers.engine import TransformersEngine
-    from selfcal_lightning.models.chat_format import ChatFormat, Prompt
 
 
 def open_engine(options: EngineOptions, model: str, *, chat: ChatFormat) -> Engine:
@@ -45,34 +45,17 @@ def open_engine(options: EngineOptions, model: str, *, chat: ChatFormat) -> Engi
 
 
 def serve_model(
-    options: EngineOptions,
-    network: PreTrainedModel,
-    *,
-    chat: ChatFormat,
-    source: str,
-    adapter_sha256: str | None,
-    quantization: str | None = None,
-    query_ids: tuple[int, ...] | None = None,
+    options: EngineOptions, network: PreTrainedModel, *, chat: ChatFormat, **origin: Any
 ) -> TransformersEngine:
-    """Return the transformers engine over a model that is already in memory."""
+    """Return the engine over a model in memory; ``origin`` goes to ``TransformersEngine.from_model`` as it is."""
     from selfcal_lightning.engines.transformers.engine import TransformersEngine
 
     _check_engine_args(options, ["max_context"])
-    return TransformersEngine.from_model(
-        network,
-        chat,
-        source=source,
-        revision=options.revision,
-        adapter_sha256=adapter_sha256,
-        quantization=quantization,
-        query_ids=query_ids,
-        max_batch=options.max_batch,
-        **options.engine_args,
-    )
+    own = {"revision": options.revision, "max_batch": options.max_batch, **options.engine_args}
+    return TransformersEngine.from_model(network, chat, **origin, **own)
 
 
 def weights_dtype(options: EngineOptions) -> str:
-    """Return the dtype that a local engine will hold the weights in."""
     import torch
 
     if options.dtype != "auto":
@@ -86,15 +69,12 @@ def expected_head_dtype(options: EngineOptions) -> str | None:
 
 
 def load_chat(options: EngineOptions, model: str, *, query: str, prompt: Prompt | None = None) -> ChatFormat:
-    from selfcal_lightning.models.chat_format import ChatFormat, load_tokenizer
-
     other = options.engine_args.get("tokenizer")
     tokenizer = load_tokenizer(model, revision=options.revision) if other is None else load_tokenizer(other)
     return ChatFormat(tokenizer, query=query, prompt=prompt)
 
 
 def check_can_draw(options: EngineOptions, sampling: SamplingSettings) -> None:
-    """Raise InputError where the engine would not draw as ``sampling`` says."""
     if options.is_remote:
         check_sampling(sampling, server_edt=options.engine_args.get("server_edt", False))
 
@@ -119,10 +99,8 @@ def _check_engine_args(options: EngineOptions, known: list[str]) -> None:
     if unknown := sorted(options.engine_args.keys() - set(free)):
         twice = [name for name in unknown if name in own]
         why = f"; {', '.join(f'`{name}`' for name in twice)} has an option of its own" if twice else ""
-        raise InputError(
-            f"Expected `engine_args` of {options.name} to be among {', '.join(free)}, but got {unknown}{why}."
-            f"{did_you_mean(unknown[0], free)}"
-        )
+        found = f"{unknown}{why}.{did_you_mean(unknown[0], free)}"
+        raise InputError(f"Expected `engine_args` of {options.name} to be among {', '.join(free)}, but got {found}")
 
 
 def check_engine(options: EngineOptions, model: str) -> None:

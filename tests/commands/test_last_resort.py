@@ -108,7 +108,7 @@ def worker(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[BaseExc
 
     def work(error: BaseException) -> int:
         job = json.dumps({"settings": {}, "shard": [1, 2], "report": str(tmp_path / "report.json")})
-        monkeypatch.setattr(running, "_watch_parent", lambda: None)
+        monkeypatch.setattr(running, "watch_parent", lambda *_: None)
         monkeypatch.setattr(running.GenerationSettings, "from_plain", dict)
         monkeypatch.setattr(running, "sample_share", raising(error))
         monkeypatch.setattr(sys, "stdin", io.StringIO(f"{job}\n"))

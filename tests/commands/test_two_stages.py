@@ -231,9 +231,10 @@ def test_the_generation_loss_alone_draws_nothing_else(pool: Pool, store_dir: str
 
 def test_a_step_ends_when_its_lifeline_is_cut() -> None:
     code = (
-        "import threading, time\n"
-        "from selfcal_lightning.core.processes import _watch_parent\n"
-        "threading.Thread(target=_watch_parent, daemon=True).start()\n"
+        "import os, signal, threading, time\n"
+        "from selfcal_lightning.core.processes import watch_parent\n"
+        "stop = lambda: os.kill(os.getpid(), signal.SIGTERM)\n"
+        "threading.Thread(target=watch_parent, args=(stop, 60.0), daemon=True).start()\n"
         "print('there', flush=True)\n"
         "time.sleep(300)"
     )

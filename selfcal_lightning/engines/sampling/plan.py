@@ -9,14 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from selfcal_lightning.core import files
 from selfcal_lightning.core.errors import InputError
-from selfcal_lightning.core.files import (
-    check_replaceable,
-    json_object_or_none,
-    read_json_object,
-    to_json,
-    write_atomically,
-)
 from selfcal_lightning.records import Question
 
 FORMAT, VERSION = "selfcal_lightning.plan", 1
@@ -49,11 +43,6 @@ class SamplePlan:
             further = f"{len(unknown):,} that are not asked, such as {unknown[0]!r}" if unknown else ""
             found = " and ".join(filter(None, [missing, further]))
             way_out = "Use the `task`, `split`, `limit` and `offset` that the plan was made with."
-            if ids.isdisjoint(self.samples):  # those of a file have names of its own
-                way_out = (
-                    "For a file of questions, score those of a store: run this without `plan`, with `num_samples` 1, "
-                    "into another `store_dir`; score that one with `--output`, and `selfcal allocate` again."
-                )
             raise InputError(f"Expected `plan` to name the questions of the run, but got {found}. {way_out}")
         return [question for question in questions if self.samples[question.id]]
 
@@ -64,13 +53,12 @@ class SamplePlan:
         record = {
             "format": FORMAT, "version": VERSION, "details": dict(self.details), "samples": dict(self.samples),
         }  # fmt: skip
-        write_atomically(Path(path), to_json(record))
+        files.write_atomically(Path(path), files.to_json(record))
 
 
 def check_plan_target(path: str | Path) -> None:
-    """Raise InputError unless ``path`` is a new file or an earlier plan."""
-    check_replaceable(
-        path, lambda file: (json_object_or_none(file) or {}).get("format") == FORMAT, option="output",
+    files.check_replaceable(
+        path, lambda file: (files.json_object_or_none(file) or {}).get("format") == FORMAT, option="output",
         kind="an earlier plan",
     )  # fmt: skip
 
@@ -78,7 +66,7 @@ def check_plan_target(path: str | Path) -> None:
 def load_plan(path: str | Path) -> SamplePlan:
     if not Path(path).is_file():
         raise FileNotFoundError(f"Expected `plan` to be a file, but got {path}. `selfcal allocate` writes one.")
-    record = read_json_object(path)
+    record = files.read_json_object(path)
     found = record.get("format"), record.get("version")
     if found != (FORMAT, VERSION) or not isinstance(record.get("samples"), dict):
         raise InputError(f"Expected {path} to be a plan of version {VERSION}, but got {found[0]!r} of {found[1]!r}.")

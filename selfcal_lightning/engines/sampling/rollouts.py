@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, islice, pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -15,11 +15,8 @@ from selfcal_lightning.core.progress import say
 from selfcal_lightning.data.step_settings import Steps, check_steps
 from selfcal_lightning.data.steps import Rate, check_marker, prefix_after, prefix_id, token_step_ends
 from selfcal_lightning.data.store.sample_store import SampleStore
-from selfcal_lightning.models.chat_format import text_of
+from selfcal_lightning.models.chat_format import ChatFormat, text_of
 from selfcal_lightning.records import Question
-
-if TYPE_CHECKING:
-    from selfcal_lightning.models.chat_format import ChatFormat
 
 
 class Prefix(NamedTuple):
@@ -78,25 +75,20 @@ class RolloutSource:
                 else:
                     too_long.add(prefix.question.id)
         if response is None:
-            raise InputError(
-                f"Expected `samples_dir` to hold responses of the split {self.split!r}, but got none in "
-                f"{self.samples_dir}. Name another `split`."
-            )
+            wanted = f"`samples_dir` to hold responses of the split {self.split!r}"
+            raise InputError(f"Expected {wanted}, but got none in {self.samples_dir}. Name another `split`.")
         if shortest is not None and not found:
-            raise InputError(
-                f"Expected `sampling.max_new_tokens`, which counts the prefix too, to be above {shortest}, the length "
-                f"of the shortest prefix in {self.samples_dir}, but got {longest}."
-            )
+            wanted = f"`sampling.max_new_tokens`, which counts the prefix too, to be above {shortest}"
+            least = f"the length of the shortest prefix in {self.samples_dir}"
+            raise InputError(f"Expected {wanted}, {least}, but got {longest}.")
         if self.at is not None and not found and most_steps > 1:
-            raise InputError(
-                f"Expected `at` to name a step before the last of a response in {self.samples_dir}, which have at most "
-                f"{most_steps} by the rule {self.steps!r}, but got {list(self.at)}."
-            )
+            wanted = f"`at` to name a step before the last of a response in {self.samples_dir}"
+            there = f"which have at most {most_steps} by the rule {self.steps!r}"
+            raise InputError(f"Expected {wanted}, {there}, but got {list(self.at)}.")
         if not found:
-            raise InputError(
-                f"Expected responses of more than one step in {self.samples_dir}, but got none by the rule "
-                f"{self.steps!r}. Name another `steps`: sentence, line, blank_line, heading or marker:TEXT."
-            )
+            wanted = f"responses of more than one step in {self.samples_dir}"
+            way_out = "Name another `steps`: sentence, line, blank_line, heading or marker:TEXT."
+            raise InputError(f"Expected {wanted}, but got none by the rule {self.steps!r}. {way_out}")
         if tell and too_long:
             say(f"{len(too_long):,} prefixes are left out: they fill `sampling.max_new_tokens`, {longest}.")
         return list(found.values())

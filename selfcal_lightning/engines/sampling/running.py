@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from selfcal_lightning.core.errors import InputError, RunError, check_at_least
 from selfcal_lightning.core.files import to_json, write_atomically
@@ -24,6 +24,7 @@ from selfcal_lightning.core.imports import keep_bitsandbytes_quiet
 from selfcal_lightning.core.last_resort import FAILED, explain, wants_traceback
 from selfcal_lightning.core.plan import Place, Plan, check_places
 from selfcal_lightning.core.plugins import load_plugins_of_parent, loaded_plugins
+from selfcal_lightning.core.processes import watch_parent
 from selfcal_lightning.core.progress import Progress, say
 from selfcal_lightning.core.signals import INTERRUPTION, keeping
 from selfcal_lightning.data.store.manifest import check_place
@@ -34,24 +35,13 @@ from selfcal_lightning.data.tasks.base import Part
 from selfcal_lightning.data.tasks.registry import check_source, count_source, get_task, load_source
 from selfcal_lightning.engines.base import MAX_FAILURES
 from selfcal_lightning.engines.opening import check_can_draw, check_engine, load_chat, open_engine
+from selfcal_lightning.engines.sampling import sampler
 from selfcal_lightning.engines.sampling.plan import SamplePlan, load_plan
 from selfcal_lightning.engines.sampling.rollouts import Prefix, RolloutSource
-from selfcal_lightning.engines.sampling.sampler import (
-    GenerationReport,
-    check_questions,
-    generate_samples,
-    is_complete,
-    missing_questions,
-    part_name,
-    select_share,
-)
 from selfcal_lightning.engines.settings import EngineOptions
-from selfcal_lightning.models.chat_format import DEFAULT_QUERY, Prompt
+from selfcal_lightning.models.chat_format import DEFAULT_QUERY, ChatFormat, Prompt
 from selfcal_lightning.models.folders import BUNDLED_NAME, resolve_model
 from selfcal_lightning.records import Question, SamplingSettings
-
-if TYPE_CHECKING:
-    from selfcal_lightning.models.chat_format import ChatFormat
 
 
 @dataclass(frozen=True)
@@ -136,17 +126,17 @@ class GenerationSettings:
 
     def questions(self) -> list[Question]:
         if self.rollouts is not None:
-            return [prefix.question for prefix in self._prefixes(self.rollouts)]
+            return [prefix.question for prefix in self._prefixes()]
         questions = [question for name in self.task for question in load_source(self, name, prompt=self.prompt)]
-        check_questions(questions)
+        sampler.check_questions(questions)
         return questions if self.planned is None else self.planned.chosen(questions)
 
     def prefixes(self) -> dict[str, tuple[int, ...]]:
-        prefixes = [] if self.rollouts is None else self._prefixes(self.rollouts)
-        return {one.question.id: one.prefix_ids for one in prefixes}
+        return {one.question.id: one.prefix_ids for one in self._prefixes()}
 
-    def _prefixes(self, source: RolloutSource) -> list[Prefix]:
-        return source.read(self.chat(), longest=self.sampling.max_new_tokens)
+    def _prefixes(self) -> list[Prefix]:
+        source = self.rollouts
+        return [] if source is None else source.read(self.chat(), longest=self.sampling.max_new_tokens)
 
     @cached_property
     def planned(self) -> SamplePlan | None:
@@ -160,12 +150,12 @@ class GenerationSettings:
         return {"plan": self.planned, **{name: getattr(self, name) for name in names}}
 
 
-def sample_share(settings: GenerationSettings, *, shard: tuple[int, int], progress: bool) -> GenerationReport:
+def sample_share(settings: GenerationSettings, *, shard: tuple[int, int], progress: bool) -> sampler.GenerationReport:
     """Load the model and sample one share into its own part of the store."""
     questions, chat = settings.questions(), settings.chat()
     engine = open_engine(settings.engine, settings.model, chat=chat)
     try:
-        return generate_samples(
+        return sampler.generate_samples(
             questions,
             settings.store_dir,
             split=settings.store_split,
@@ -205,11 +195,10 @@ def run_workers(
         finally:
             _end(workers)
         if failed := [position for position, worker in enumerate(workers) if worker.returncode != 0]:
-            raise RunError(
-                f"Expected {len(workers)} workers to finish, but worker {failed[0]} ended with status "
-                f"{workers[failed[0]].returncode} ({len(failed)} failed; see their messages above). What was committed "
-                "is kept: start the same command again to continue."
-            )
+            ended = f"worker {failed[0]} ended with status {workers[failed[0]].returncode}"
+            found = f"{ended} ({len(failed)} failed; see their messages above)"
+            way_out = "What was committed is kept: start the same command again to continue."
+            raise RunError(f"Expected {len(workers)} workers to finish, but {found}. {way_out}")
         return [json.loads(report.read_text()) for report in reports]
 
 
@@ -255,21 +244,11 @@ def _end(workers: Sequence[subprocess.Popen[str]]) -> None:
             worker.wait()
 
 
-def _watch_parent() -> None:
-    """Wait for the end of standard input, then interrupt the work, then kill the process."""
-    # Not through `sys.stdin`, whose lock a daemon thread must not hold when the interpreter ends.
-    while os.read(0, 1024):
-        pass
-    _thread.interrupt_main()
-    time.sleep(GRACE_SECONDS)
-    os._exit(1)
-
-
 def work() -> int:
     """Run the job given on standard input and return the exit status."""
     keep_bitsandbytes_quiet()
     job = json.loads(sys.stdin.readline())
-    threading.Thread(target=_watch_parent, daemon=True).start()
+    threading.Thread(target=watch_parent, args=(_thread.interrupt_main, GRACE_SECONDS), daemon=True).start()
     number, total = job["shard"]
     try:
         load_plugins_of_parent()
@@ -289,7 +268,6 @@ COUNTS = ("generated", "unreadable", "truncated", "cut_read", "refused", "left_o
 
 
 def parse_shard(shard: str) -> tuple[int, int]:
-    """Return (i, n) of "i/n"."""
     match = re.fullmatch(r"(\d+)/(\d+)", shard)
     if match is None or int(match[1]) >= int(match[2]):
         raise InputError(f"Expected `shard` to be 'i/n' with 0 <= i < n, such as '0/4', but got {shard!r}.")
@@ -306,7 +284,7 @@ def check_run(settings: GenerationSettings, *, devices: int = 1, shard: str = "0
 
 def sample_questions(
     settings: GenerationSettings, *, devices: int = 1, shard: str = "0/1", repair: bool = False
-) -> GenerationReport:
+) -> sampler.GenerationReport:
     """Sample this machine's share of the questions into the store, and join its parts when all are there."""
     number, total = check_run(settings, devices=devices, shard=shard)
     folder = Path(settings.store_dir)
@@ -314,11 +292,11 @@ def sample_questions(
     questions = settings.questions()
     if repair and (folder / "rounds").exists():
         say(f"Repair of {folder}: {SampleStore(folder).repair()}")
-    share = select_share(questions, (number, total))
+    share = sampler.select_share(questions, (number, total))
     what = "questions" if settings.rollouts is None else "prefixes"
     here = f"{what} (share {shard} here)" if total > 1 else what
     if _has_all(settings, share):
-        report = GenerationReport(settings.store_dir, len(share), len(share))
+        report = sampler.GenerationReport(settings.store_dir, len(share), len(share))
         say(f"All {len(share):,} {here} are in {folder} already: nothing is sampled.")
     else:
         check_places(plan_run(settings, share))
@@ -383,7 +361,7 @@ def _has_all(settings: GenerationSettings, share: list[Question]) -> bool:
     check_can_draw(settings.engine, settings.sampling)
     if settings.engine.is_remote:
         return False
-    return is_complete(
+    return sampler.is_complete(
         settings.store_dir,
         {settings.store_split: share},
         model=settings.model,
@@ -396,15 +374,15 @@ def _has_all(settings: GenerationSettings, share: list[Question]) -> bool:
 
 def _sample_on_devices(
     settings: GenerationSettings, share: list[Question], shards: list[tuple[int, int]]
-) -> GenerationReport:
+) -> sampler.GenerationReport:
     """Sample ``share`` with one worker process for each of ``shards`` and add up their reports."""
     started = time.monotonic()
     store = SampleStore(settings.store_dir, num_samples=None if settings.plan else settings.num_samples)
-    parts = {part_name(shard) for shard in shards}
+    parts = {sampler.part_name(shard) for shard in shards}
     new = not (store.path / "rounds").exists()
-    missing = share if new else missing_questions(share, store, split=settings.store_split, round=0)
+    missing = share if new else sampler.missing_questions(share, store, split=settings.store_split, round=0)
     before = store.committed_questions(parts=parts)
-    busy = [shard for shard in shards if select_share(missing, shard)]  # no model is loaded to do nothing
+    busy = [shard for shard in shards if sampler.select_share(missing, shard)]  # no model is loaded to do nothing
     # With a plan, or when a store is extended, how many responses a finished question got is not known here.
     uneven = settings.plan is not None or settings.extend
     each, unit = (1, "questions") if uneven else (settings.num_samples, "responses")
@@ -415,7 +393,7 @@ def _sample_on_devices(
             bar.update(done - bar.done)
 
         reports = run_workers(asdict(settings), busy, gpus=settings.engine.num_gpus, on_tick=tick)
-    return GenerationReport(
+    return sampler.GenerationReport(
         store_dir=settings.store_dir,
         questions=len(share),
         reused=len(share) - len(missing),

@@ -9,8 +9,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from selfcal_lightning import records
 from selfcal_lightning.core.errors import InputError, RunError
 from selfcal_lightning.core.progress import Progress, say
 from selfcal_lightning.core.signals import Interrupt, never
@@ -22,39 +23,15 @@ from selfcal_lightning.data.tasks.base import Task
 from selfcal_lightning.data.tasks.judging import continued, judge
 from selfcal_lightning.data.tasks.math_processes import Undecided, say_undecided
 from selfcal_lightning.data.tasks.registry import get_task
-from selfcal_lightning.engines.base import (
-    MAX_FAILURES,
-    Engine,
-    EngineStoppedError,
-    Failure,
-    FailuresInARow,
-    RequestsFailedError,
-)
+from selfcal_lightning.engines import base
 from selfcal_lightning.engines.sampling.plan import SamplePlan
+from selfcal_lightning.models.chat_format import ChatFormat
 from selfcal_lightning.models.folders import adapter_identity, model_folder, weights_sha256
-from selfcal_lightning.records import (
-    Message,
-    ModelIdentity,
-    PromptIdentity,
-    Question,
-    QuestionSamples,
-    RecordedResponse,
-    Request,
-    Response,
-    SamplingSettings,
-    duplicate_ids,
-    question_hash,
-    sample_seed,
-)
-
-if TYPE_CHECKING:
-    from selfcal_lightning.models.chat_format import ChatFormat
+from selfcal_lightning.records import Message, Question, QuestionSamples, Request, Response, SamplingSettings
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationReport:
-    """What a run did."""
-
     store_dir: str
     questions: int
     reused: int
@@ -79,14 +56,13 @@ class GenerationReport:
 
     def check_complete(self) -> None:
         if self.left_out:
-            raise RunError(
-                f"Expected all {self.questions:,} {self.what} to be answered, but {self.left_out:,} had requests that "
-                f"failed. What is complete is kept in {self.store_dir}: start the same command again to sample them."
-            )
+            found = f"{self.left_out:,} had requests that failed"
+            way_out = f"What is complete is kept in {self.store_dir}: start the same command again to sample them."
+            raise RunError(f"Expected all {self.questions:,} {self.what} to be answered, but {found}. {way_out}")
 
 
 QUEUE_BATCHES = 2
-MODEL_FACTS = tuple(one.name for one in fields(ModelIdentity) if one.name != "further")
+MODEL_FACTS = tuple(one.name for one in fields(records.ModelIdentity) if one.name != "further")
 COMMIT_SECONDS = 300.0
 _WAY_OUT = "What is complete is kept: start the same command again when it answers."
 
@@ -97,12 +73,12 @@ class _OpenQuestion:
 
     question: Question
     prompt_ids: tuple[int, ...]
-    outcomes: list[Response | Failure | None]
+    outcomes: list[Response | base.Failure | None]
     awaited: int
 
     @property
-    def failures(self) -> list[Failure]:
-        return [outcome for outcome in self.outcomes if isinstance(outcome, Failure)]
+    def failures(self) -> list[base.Failure]:
+        return [outcome for outcome in self.outcomes if isinstance(outcome, base.Failure)]
 
 
 def generate_samples(
@@ -110,7 +86,7 @@ def generate_samples(
     store_dir: str | Path,
     *,
     split: str,
-    engine: Engine,
+    engine: base.Engine,
     chat: ChatFormat,
     sampling: SamplingSettings,
     seed: int,
@@ -123,7 +99,7 @@ def generate_samples(
     shard: tuple[int, int] = (0, 1),
     questions_per_shard: int = 64,
     shard_by_shard: bool = False,
-    max_failures: int = MAX_FAILURES,
+    max_failures: int = base.MAX_FAILURES,
     progress: bool = True,
     interrupt: Interrupt = never,
 ) -> GenerationReport:
@@ -154,7 +130,7 @@ def generate_samples(
         with Progress(drawn, label=f"Sampling {split}", enabled=progress) as bar:
             sampler = _Sampler(
                 engine, chat, tasks, writer, bar, split, sampling, seed, counts, earlier,
-                FailuresInARow(max_failures, way_out=_WAY_OUT), prefixes or {}, round,
+                base.FailuresInARow(max_failures, way_out=_WAY_OUT), prefixes or {}, round,
             )  # fmt: skip
             sampler.run(todo, prompts, interrupt, questions_per_shard if shard_by_shard else None)
     say_undecided(undecided)
@@ -164,17 +140,17 @@ def generate_samples(
 
 
 def store_fingerprint(
-    engine: Engine, chat: ChatFormat, sampling: SamplingSettings, seed: int, *, plan: SamplePlan | None = None
+    engine: base.Engine, chat: ChatFormat, sampling: SamplingSettings, seed: int, *, plan: SamplePlan | None = None
 ) -> StoreFingerprint:
     described = engine.describe()
     facts: dict[str, Any] = {name: described.get(name) for name in MODEL_FACTS}
-    return _fingerprint(ModelIdentity(**facts), chat, sampling, seed, plan)
+    return _fingerprint(records.ModelIdentity(**facts), chat, sampling, seed, plan)
 
 
 def _fingerprint(
-    model: ModelIdentity, chat: ChatFormat, sampling: SamplingSettings, seed: int, plan: SamplePlan | None
+    model: records.ModelIdentity, chat: ChatFormat, sampling: SamplingSettings, seed: int, plan: SamplePlan | None
 ) -> StoreFingerprint:
-    prompt = PromptIdentity.from_json(chat.describe())
+    prompt = records.PromptIdentity.from_json(chat.describe())
     return StoreFingerprint(model, prompt, sampling, seed, None if plan is None else plan.digest)
 
 
@@ -182,7 +158,7 @@ def _fingerprint(
 class _Sampler:
     """The loop between the engine's queue and the writer."""
 
-    engine: Engine
+    engine: base.Engine
     chat: ChatFormat
     tasks: Callable[[str], Task]
     writer: ShardWriter
@@ -192,7 +168,7 @@ class _Sampler:
     seed: int
     counts: Mapping[str, int]  # responses wanted to each question
     earlier: EarlierSamples
-    in_a_row: FailuresInARow
+    in_a_row: base.FailuresInARow
     prefixes: Mapping[str, tuple[int, ...]]
     round: int
     totals: Counter[str] = field(default_factory=Counter)  # the counts of a GenerationReport
@@ -208,7 +184,7 @@ class _Sampler:
         if together is None:
             try:
                 self._sample(questions, prompts, interrupt, commit_seconds=COMMIT_SECONDS)
-            except EngineStoppedError:
+            except base.EngineStoppedError:
                 self.writer.commit()
                 raise
             return
@@ -240,11 +216,10 @@ class _Sampler:
                 elif time.monotonic() - committed_at > commit_seconds:
                     self.writer.commit()
             if self._refused and not self._answered and not self._engine_works():
-                failure = self._refused[0].failures[0]
-                raise EngineStoppedError(
-                    f"Expected the engine to answer, but it refused all {len(self._refused)} questions and a plain "
-                    f"one: {failure.reason}. They are not stored; see to the engine and start the same command again."
-                )
+                reason = self._refused[0].failures[0].reason
+                found = f"it refused all {len(self._refused)} questions and a plain one: {reason}"
+                way_out = "They are not stored; see to the engine and start the same command again."
+                raise base.EngineStoppedError(f"Expected the engine to answer, but {found}. {way_out}")
             self._store_refused()
         finally:
             self.engine.cancel(list(self._in_flight))
@@ -273,7 +248,7 @@ class _Sampler:
                 id=name,
                 prompt_ids=prompt_ids,
                 sampling=self.sampling,
-                seed=sample_seed(self.seed, self.round, question.id, index),
+                seed=records.sample_seed(self.seed, self.round, question.id, index),
                 query=None if self.prefixes else self.chat.query,
                 prefix_ids=self.prefixes.get(question.id, ()),
             )
@@ -282,7 +257,7 @@ class _Sampler:
         """Return what finished, and take in the requests that failed."""
         try:
             responses = self.engine.poll()
-        except RequestsFailedError as error:
+        except base.RequestsFailedError as error:
             self._tell(error)
             for name, failure in error.failures.items():
                 state, _ = self._in_flight[name]
@@ -296,13 +271,13 @@ class _Sampler:
         self._store_refused()
         return responses
 
-    def _tell(self, error: RequestsFailedError) -> None:
+    def _tell(self, error: base.RequestsFailedError) -> None:
         """Say why the 1st, 10th, 100th ... request failed: an outage has thousands."""
         before, self._failed = self._failed, self._failed + len(error.failures)
         if len(str(self._failed)) > len(str(before)) or not before:
             say(str(error))
 
-    def _take(self, name: str, outcome: Response | Failure) -> None:
+    def _take(self, name: str, outcome: Response | base.Failure) -> None:
         state, index = self._in_flight.pop(name)
         state.outcomes[index] = outcome
         state.awaited -= 1
@@ -323,7 +298,7 @@ class _Sampler:
         try:
             prompt = self.chat.prompt_ids([Message("user", "Hi")])
             return self.engine.next_token_probabilities([prompt], [prompt[-1]]) != [None]
-        except (ValueError, RequestsFailedError):
+        except (ValueError, base.RequestsFailedError):
             return False
 
     def _store_refused(self) -> None:
@@ -333,7 +308,7 @@ class _Sampler:
 
     def _store(self, state: _OpenQuestion) -> int:
         """Judge a question's responses and write them; return how many could not be read."""
-        responses = [None if isinstance(outcome, Failure) else outcome for outcome in state.outcomes]
+        responses = [None if isinstance(outcome, base.Failure) else outcome for outcome in state.outcomes]
         earlier = self.earlier.of(state.question.id)
         prefix = self.prefixes.get(state.question.id, ())
         whole = [_as_row(prefix, one, self.chat) if one is not None and prefix else one for one in responses]
@@ -353,7 +328,7 @@ class _Sampler:
         return unreadable
 
 
-def _as_row(prefix: tuple[int, ...], response: Response, chat: ChatFormat) -> RecordedResponse:
+def _as_row(prefix: tuple[int, ...], response: Response, chat: ChatFormat) -> records.RecordedResponse:
     """Return a continuation as a store has it: whole, and without the log-probability, which covers only its end."""
     return replace(continued(prefix, response, chat.decode), logprob=None, prefix_tokens=0)
 
@@ -364,10 +339,9 @@ def _check_number(store: SampleStore, num_samples: int, missing: int, *, split: 
     if stored is None or not 1 <= num_samples <= stored:
         raise InputError(f"Expected `num_samples` to lie in [1, {stored}] in {store.path}, but got {num_samples}.")
     if missing and num_samples != stored:
-        raise InputError(
-            f"Expected `num_samples` to be {stored}, since {missing} questions are missing in the store {store.path} "
-            f"with that number of samples, but got {num_samples}. Finish it first, or use another `store_dir`."
-        )
+        reason = f"{missing} questions are missing in the store {store.path} with that number of samples"
+        way_out = "Finish it first, or use another `store_dir`."
+        raise InputError(f"Expected `num_samples` to be {stored}, since {reason}, but got {num_samples}. {way_out}")
 
 
 def _encode_prompts(
@@ -390,11 +364,9 @@ def _encode_prompts(
 def check_questions(questions: Sequence[Question]) -> None:
     if not questions:
         raise InputError("Expected `questions` to hold at least one question, but got none.")
-    if repeated := duplicate_ids(questions):
-        raise InputError(
-            f"Expected question ids to be unique, but got {len(repeated)} more than once, the first of them "
-            f"{repeated[0]!r}."
-        )
+    if repeated := records.duplicate_ids(questions):
+        found = f"{len(repeated)} more than once, the first of them {repeated[0]!r}"
+        raise InputError(f"Expected question ids to be unique, but got {found}.")
 
 
 def part_name(shard: tuple[int, int]) -> str:
@@ -406,7 +378,7 @@ def select_share(questions: Sequence[Question], shard: tuple[int, int]) -> list[
     number, total = shard
     if not 0 <= number < total:
         raise InputError(f"Expected `shard` to be (i, n) with 0 <= i < n, but got {shard}.")
-    return [question for question in questions if question_hash(question.id) % total == number]
+    return [question for question in questions if records.question_hash(question.id) % total == number]
 
 
 def missing_questions(questions: Sequence[Question], store: SampleStore, *, split: str, round: int) -> list[Question]:
@@ -415,15 +387,13 @@ def missing_questions(questions: Sequence[Question], store: SampleStore, *, spli
     for question in questions:
         found = stored.get(question.id)
         if found is not None and found.split != split:
-            raise InputError(
-                f"Expected question {question.id!r} to be in split {split!r}, but got {found.split!r} in the store "
-                f"{store.path}. Use another `store_dir`: a question belongs to one split."
-            )
+            place = f"{found.split!r} in the store {store.path}"
+            way_out = "Use another `store_dir`: a question belongs to one split."
+            raise InputError(f"Expected question {question.id!r} to be in split {split!r}, but got {place}. {way_out}")
         if found is not None and found.digest != question_digest(question):
-            raise InputError(
-                f"Expected question {question.id!r} to be as it was when the store {store.path} was sampled, but got "
-                "another task, wording or reference. Use another `store_dir`."
-            )
+            before = f"as it was when the store {store.path} was sampled"
+            other = "another task, wording or reference. Use another `store_dir`"
+            raise InputError(f"Expected question {question.id!r} to be {before}, but got {other}.")
     wanted = store.num_samples or store.round_manifest(round).samples_of(split) or 0
     return [question for question in questions if question.id not in stored or stored[question.id].samples < wanted]
 
@@ -450,7 +420,7 @@ def is_complete(
         return False
     head_dtype = SampleStore(store_dir).round_manifest(round).fingerprint.model.head_dtype
     model_folder(model, revision=revision)  # hashing needs the weights on this machine
-    identity = ModelIdentity(
+    identity = records.ModelIdentity(
         model,
         revision,
         weights_sha256=weights_sha256(model, revision=revision),

@@ -103,11 +103,10 @@ def check_sleep(model: CachedModel, query_ids: Sequence[int]) -> None:
     asleep = model.next_token_logits([context])
     never = torch.equal(model.query_logits([context], query_ids), model.query_logits([context], query_ids, awake=False))
     if never or not torch.equal(model.next_token_logits([context]), asleep):
-        raise InputError(
-            "Expected an adapter that is awake for its query and asleep before and after it, but got one that "
-            f"{'never wakes' if never else 'stays awake'}. Was it exported by `selfcal fit`, and are its weights not "
-            "all zero?"
-        )
+        wanted = "an adapter that is awake for its query and asleep before and after it"
+        found = "never wakes" if never else "stays awake"
+        way_out = "Was it exported by `selfcal fit`, and are its weights not all zero?"
+        raise InputError(f"Expected {wanted}, but got one that {found}. {way_out}")
 
 
 def hold_against_module(

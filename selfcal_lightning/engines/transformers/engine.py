@@ -120,13 +120,7 @@ class TransformersEngine:
         return engine
 
     def _start(
-        self,
-        network: PreTrainedModel,
-        chat: ChatFormat,
-        max_batch: int | None,
-        max_context: int | None,
-        *,
-        borrowed: bool,
+        self, network: PreTrainedModel, chat: ChatFormat, max_batch: int | None, max_context: int | None, borrowed: bool
     ) -> None:
         self.max_batch = _DEFAULT_BATCH if max_batch is None else max_batch
         check_at_least(1, max_batch=self.max_batch)

@@ -16,16 +16,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.core.progress import say
 from selfcal_lightning.engines.transformers.prefixes import NestedRow, nested_batch, padded, shared_stems
+from selfcal_lightning.models import folders
 from selfcal_lightning.models.activated import adapter_asleep, load_sleeping_adapter
 from selfcal_lightning.models.causal_lm import evaluation_mode, without_cudnn
-from selfcal_lightning.models.folders import (
-    check_adapter,
-    check_all_loaded,
-    check_model_folder,
-    local_adapter,
-    read_invocation_ids,
-    refusal_of_code,
-)
 from selfcal_lightning.models.outputs import float32_logits
 from selfcal_lightning.models.speed import is_slow_in_bfloat16
 
@@ -58,6 +51,7 @@ def _in_one_piece(_: torch.nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tenso
 
 _WIDTH_STEP = 64
 _GROUPED = "selfcal_grouped_sdpa"
+Masks = Tensor | dict[str, Tensor]  # additive, of all layers or by their kind
 MASKABLE_ATTENTION = ("sdpa", "eager", _GROUPED)
 
 
@@ -147,10 +141,8 @@ class CachedModel:
     def __init__(self, network: PreTrainedModel) -> None:
         config = network.config.get_text_config()
         if config._attn_implementation not in MASKABLE_ATTENTION:
-            raise InputError(
-                f"Expected the model's attention to be one of {MASKABLE_ATTENTION}, but got "
-                f"{config._attn_implementation!r}. Load it with attn_implementation='sdpa'."
-            )
+            found = f"{config._attn_implementation!r}. Load it with attn_implementation='sdpa'"
+            raise InputError(f"Expected the model's attention to be one of {MASKABLE_ATTENTION}, but got {found}.")
         self.network = network
         embedding = cast(Tensor, network.get_input_embeddings().weight)
         self.device, self.dtype = embedding.device, embedding.dtype
@@ -269,12 +261,7 @@ class CachedModel:
         return torch.cat([logits[number, : len(row.ends)] for number, row in enumerate(rows)])
 
     def _run(
-        self,
-        ids: Tensor,
-        positions: Tensor,
-        masks: Tensor | dict[str, Tensor],
-        cache: SlotCache | None,
-        keep: Tensor | None,
+        self, ids: Tensor, positions: Tensor, masks: Masks, cache: SlotCache | None, keep: Tensor | None
     ) -> Tensor:
         return self.network(
             input_ids=ids,
@@ -285,11 +272,11 @@ class CachedModel:
             logits_to_keep=1 if keep is None else keep,
         ).logits
 
-    def _causal_masks(self, queries: Tensor, keys: Tensor) -> Tensor | dict[str, Tensor]:
+    def _causal_masks(self, queries: Tensor, keys: Tensor) -> Masks:
         """Return the additive mask [rows, 1, tokens, keys]; padding, at negative positions, sees itself alone."""
         return self._masks((keys <= queries) & ((keys >= 0) | (keys == queries)), queries, keys)
 
-    def _masks(self, full: Tensor, queries: Tensor, keys: Tensor) -> Tensor | dict[str, Tensor]:
+    def _masks(self, full: Tensor, queries: Tensor, keys: Tensor) -> Masks:
         """Return the additive mask of what may be attended to at all, within the window that the model has."""
         if self._window is None:
             return self._additive(full)
@@ -318,10 +305,10 @@ def load_network(model: str, *, revision: str | None, adapter: str | None, dtype
         say(
             "Note: this CPU has no instructions for bfloat16: with `engine.dtype` float32, it is several times as fast."
         )
-    check_model_folder(model)
+    folders.check_model_folder(model)
     if adapter is not None:
-        adapter = local_adapter(adapter)
-        check_adapter(adapter)
+        adapter = folders.local_adapter(adapter)
+        folders.check_adapter(adapter)
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             model,
@@ -332,13 +319,11 @@ def load_network(model: str, *, revision: str | None, adapter: str | None, dtype
             output_loading_info=True,
         )
     except (OSError, ValueError, SafetensorError) as error:
-        raise InputError(
-            refusal_of_code(model, error)
-            or f"Expected `model` to name a causal language model, but {model!r} failed: {error}"
-        ) from error
+        failed = f"Expected `model` to name a causal language model, but {model!r} failed: {error}"
+        raise InputError(folders.refusal_of_code(model, error) or failed) from error
     network, loading = loaded
-    check_all_loaded(model, loading)
-    if adapter is not None and read_invocation_ids(adapter) is not None:
+    folders.check_all_loaded(model, loading)
+    if adapter is not None and folders.read_invocation_ids(adapter) is not None:
         network = cast(PreTrainedModel, load_sleeping_adapter(network.to(device).eval(), adapter))
         return network.eval()
     if adapter is not None:

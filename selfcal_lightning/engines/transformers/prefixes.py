@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -61,18 +62,13 @@ def shared_stems(contexts: Sequence[Sequence[int]]) -> list[Stem]:
     for i in order:
         if stems:
             last = stems[-1]
-            head = contexts[last.members[0]][: last.length]
-            shared = _num_shared(head, contexts[i])
+            pairs = zip(contexts[last.members[0]][: last.length], contexts[i], strict=False)
+            shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
             if max(1, len(last.members) - 1) * (last.length - shared) < shared:
                 stems[-1] = Stem(shared, (*last.members, i))
                 continue
         stems.append(Stem(len(contexts[i]), (i,)))
     return stems
-
-
-def _num_shared(one: Sequence[int], other: Sequence[int]) -> int:
-    pairs = zip(one, other, strict=False)
-    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
 
 
 PADDING, TRUNK = -1, 0

@@ -72,10 +72,9 @@ def decoder_layers(decoder: nn.Module) -> nn.ModuleList:
     wanted = cast("PreTrainedModel", decoder).config.get_text_config().num_hidden_layers
     lists = [each for each in decoder.modules() if isinstance(each, nn.ModuleList) and len(each) == wanted]
     if len(lists) != 1:
-        raise InputError(
-            f"Expected a model with one list of its {wanted} layers, but got {len(lists)} in {type(decoder).__name__}, "
-            "whose hidden states cannot be read. Use what reads responses, such as agreeing_pairs."
-        )
+        found = f"{len(lists)} in {type(decoder).__name__}, whose hidden states cannot be read"
+        way_out = "Use what reads responses, such as agreeing_pairs."
+        raise InputError(f"Expected a model with one list of its {wanted} layers, but got {found}. {way_out}")
     return lists[0]
 
 

@@ -14,25 +14,8 @@ from itertools import chain
 import numpy as np
 
 from selfcal_lightning.core.errors import InputError
-from selfcal_lightning.metrics.arrays import (
-    AUROC,
-    BRIER,
-    ECE,
-    PASS_AT_1,
-    WITHIN_QUESTION_AUROC,
-    Array,
-    Floats,
-    Integers,
-    as_labels,
-    as_probabilities,
-    as_scores,
-    bin_index,
-    check_positive,
-    check_same_length,
-    concordant_pairs,
-    question_codes,
-    uniform_edges,
-)
+from selfcal_lightning.metrics import arrays
+from selfcal_lightning.metrics.arrays import ECE, Array, Floats, Integers
 from selfcal_lightning.metrics.calibration import ErrorBounds
 
 
@@ -117,7 +100,7 @@ class MetricChange:
     ratio: Estimate
 
 
-BOOTSTRAP_METRICS = (ECE, BRIER, AUROC, WITHIN_QUESTION_AUROC, PASS_AT_1)
+BOOTSTRAP_METRICS = (ECE, arrays.BRIER, arrays.AUROC, arrays.WITHIN_QUESTION_AUROC, arrays.PASS_AT_1)
 
 _ROWS_AT_ONCE = 64
 # Upper limit on the counts held in memory at once, over all resamples.
@@ -130,8 +113,8 @@ def resample_counts(num_questions: int, *, num_resamples: int = 1000, seed: int 
     The draw depends only on the number of questions and the seed, so two sets of responses to the same questions, in
     the same order, get the same resamples.
     """
-    check_positive(num_questions, "num_questions")
-    check_positive(num_resamples, "num_resamples")
+    arrays.check_positive(num_questions, "num_questions")
+    arrays.check_positive(num_resamples, "num_resamples")
     generator = np.random.default_rng(seed)
     for start in range(0, num_resamples, _ROWS_AT_ONCE):
         block = np.empty((min(_ROWS_AT_ONCE, num_resamples - start), num_questions))
@@ -268,23 +251,23 @@ class _PerQuestion:
         unknown = [metric for metric in metrics if metric not in BOOTSTRAP_METRICS]
         if unknown:
             raise InputError(f"Expected `metrics` to be among {BOOTSTRAP_METRICS}, but got {unknown}.")
-        needs_probability = ECE in metrics or BRIER in metrics
-        scores = as_probabilities(confidence) if needs_probability else as_scores(confidence)
-        labels = as_labels(correct)
-        self.questions, codes = question_codes(question_index)
-        check_same_length(confidence=scores, correct=labels, question_index=codes)
+        needs_probability = ECE in metrics or arrays.BRIER in metrics
+        scores = arrays.as_probabilities(confidence) if needs_probability else arrays.as_scores(confidence)
+        labels = arrays.as_labels(correct)
+        self.questions, codes = arrays.question_codes(question_index)
+        arrays.check_same_length(confidence=scores, correct=labels, question_index=codes)
         if not len(scores):
             raise InputError("Expected `confidence` to hold at least one response, but got none.")
         self.metrics = tuple(metrics)
         self.size = self._sums(codes, None)
         if needs_probability:
             # Per question and bin, the sum of (correct - confidence) [Q, B]: all that ECE needs.
-            slot = codes * num_bins + bin_index(scores, uniform_edges(num_bins))
+            slot = codes * num_bins + arrays.bin_index(scores, arrays.uniform_edges(num_bins))
             gaps = np.bincount(slot, weights=labels - scores, minlength=len(self.questions) * num_bins)
             self.bin_gap = gaps.astype(np.float64).reshape(-1, num_bins)
             self.squared_error = self._sums(codes, (scores - labels) ** 2)
         self.accuracy = self._sums(codes, labels.astype(np.float64)) / self.size
-        concordant, pairs = concordant_pairs(scores, labels, codes, len(self.questions))
+        concordant, pairs = arrays.concordant_pairs(scores, labels, codes, len(self.questions))
         self.is_mixed = (pairs > 0).astype(np.float64)
         self.within = np.divide(concordant, pairs, out=np.zeros_like(pairs), where=pairs > 0)
         # AUROC: how many wrong responses each right one outranks, both sorted by confidence.
@@ -305,10 +288,10 @@ class _PerQuestion:
         """
         functions: dict[str, Callable[[Floats], Floats]] = {
             ECE: lambda counts: (counts @ self.bin_gap) / (counts @ self.size)[:, None],
-            BRIER: lambda counts: (counts @ self.squared_error) / (counts @ self.size),
-            AUROC: self._auroc,
-            WITHIN_QUESTION_AUROC: self._within_question,
-            PASS_AT_1: lambda counts: (counts @ self.accuracy) / counts.sum(axis=1),
+            arrays.BRIER: lambda counts: (counts @ self.squared_error) / (counts @ self.size),
+            arrays.AUROC: self._auroc,
+            arrays.WITHIN_QUESTION_AUROC: self._within_question,
+            arrays.PASS_AT_1: lambda counts: (counts @ self.accuracy) / counts.sum(axis=1),
         }
         num_questions = len(self.questions)
         draws = resample_counts(num_questions, num_resamples=num_resamples, seed=seed) if num_questions > 1 else ()

@@ -25,18 +25,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from selfcal_lightning.metrics.arrays import (
-    Array,
-    Floats,
-    Integers,
-    as_array,
-    as_labels,
-    as_probabilities,
-    bin_index,
-    check_same_length,
-    question_codes,
-    uniform_edges,
-)
+from selfcal_lightning.metrics import arrays
+from selfcal_lightning.metrics.arrays import Array, Floats, Integers
 
 
 @dataclass(frozen=True)
@@ -97,10 +87,10 @@ def reliability_bins(confidence: Array, correct: Array, *, num_bins: int = 10) -
         >>> bins.count.tolist(), bins.confidence.round(3).tolist(), bins.accuracy.round(3).tolist()
         ([1, 3], [0.1, 0.9], [0.0, 0.667])
     """
-    probabilities, labels = as_probabilities(confidence), as_probabilities(correct, "correct")
-    check_same_length(confidence=probabilities, correct=labels)
-    edges = uniform_edges(num_bins)
-    index = bin_index(probabilities, edges)
+    probabilities, labels = arrays.as_probabilities(confidence), arrays.as_probabilities(correct, "correct")
+    arrays.check_same_length(confidence=probabilities, correct=labels)
+    edges = arrays.uniform_edges(num_bins)
+    index = arrays.bin_index(probabilities, edges)
     count, confidence_sum, correct_sum = (
         np.bincount(index, weights=weights, minlength=num_bins).astype(np.float64)
         for weights in (None, probabilities, labels)
@@ -134,8 +124,8 @@ def brier_score(confidence: Array, correct: Array) -> float | None:
     Reference:
         Brier, Verification of forecasts expressed in terms of probability, 1950.
     """
-    probabilities, labels = as_probabilities(confidence), as_probabilities(correct, "correct")
-    check_same_length(confidence=probabilities, correct=labels)
+    probabilities, labels = arrays.as_probabilities(confidence), arrays.as_probabilities(correct, "correct")
+    arrays.check_same_length(confidence=probabilities, correct=labels)
     return float(np.mean((probabilities - labels) ** 2)) if len(probabilities) else None
 
 
@@ -203,12 +193,12 @@ def debiased_calibration_error(
     """
     from scipy.special import erf
 
-    scores, labels = as_probabilities(confidence), as_labels(correct)
-    questions, codes = question_codes(question_index)
-    check_same_length(confidence=scores, correct=labels, question_index=codes)
+    scores, labels = arrays.as_probabilities(confidence), arrays.as_labels(correct)
+    questions, codes = arrays.question_codes(question_index)
+    arrays.check_same_length(confidence=scores, correct=labels, question_index=codes)
     if not len(scores):
         return None
-    slot = codes * num_bins + bin_index(scores, uniform_edges(num_bins))
+    slot = codes * num_bins + arrays.bin_index(scores, arrays.uniform_edges(num_bins))
     size = len(questions) * num_bins
     sums = np.bincount(slot, weights=labels - scores, minlength=size).reshape(-1, num_bins)
     counts = np.bincount(codes, minlength=len(questions))[:, None]
@@ -232,7 +222,7 @@ def half_budget_threshold(confidence: Array, question: Array) -> float | None:
         >>> half_budget_threshold([0.9, 0.2, 0.9, 0.2, 0.3, 0.1, 0.3, 0.1], [0, 0, 0, 0, 1, 1, 1, 1])
         0.3
     """
-    sure, (_, codes) = as_probabilities(confidence, name="confidence"), question_codes(as_array(question))
+    sure, (_, codes) = arrays.as_probabilities(confidence), arrays.question_codes(question)
     sizes = np.bincount(codes) if len(sure) else np.zeros(0)
     if not (sizes > 1).any():
         return None

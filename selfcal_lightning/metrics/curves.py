@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from selfcal_lightning.core.errors import InputError
-from selfcal_lightning.metrics.arrays import Array, Floats, Integers, as_labels, as_scores, check_same_length
+from selfcal_lightning.metrics.arrays import Array, Floats, as_labels, as_scores, check_same_length
 
 
 @dataclass(frozen=True)
@@ -51,20 +51,16 @@ def costs_to_reach(cost: Floats, value: Floats, target: Floats) -> Floats:
     # Column of the latest envelope point up to each column.
     record = np.maximum.accumulate(np.where(value > before, columns, 0), axis=1)
     rows = np.arange(len(value))
-    return np.stack([_interpolated(cost, value, best, record, rows, wanted) for wanted in target])
-
-
-def _interpolated(
-    cost: Floats, value: Floats, best: Floats, record: Integers, rows: Integers, target: Floats
-) -> Floats:
-    """Return the cost at which each envelope [R, G] meets its target [R]; NaN where it does not."""
-    reached = best >= target[:, None]
-    above = record[rows, reached.argmax(axis=1)]
-    below = record[rows, np.maximum(above - 1, 0)]
-    step = value[rows, above] - value[rows, below]
-    part = np.divide(target - value[rows, below], step, out=np.ones_like(step), where=step > 0.0)
-    found = cost[rows, below] + np.clip(part, 0.0, 1.0) * (cost[rows, above] - cost[rows, below])
-    return np.where(reached.any(axis=1), found, np.nan)
+    costs = []
+    for wanted in target:
+        reached = best >= wanted[:, None]
+        above = record[rows, reached.argmax(axis=1)]
+        below = record[rows, np.maximum(above - 1, 0)]
+        step = value[rows, above] - value[rows, below]
+        part = np.divide(wanted - value[rows, below], step, out=np.ones_like(step), where=step > 0.0)
+        found = cost[rows, below] + np.clip(part, 0.0, 1.0) * (cost[rows, above] - cost[rows, below])
+        costs.append(np.where(reached.any(axis=1), found, np.nan))
+    return np.stack(costs)
 
 
 def setting_within(cost: Floats, budget: float) -> int | None:

@@ -11,15 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from selfcal_lightning.metrics.arrays import (
-    Array,
-    Floats,
-    as_labels,
-    as_scores,
-    check_same_length,
-    concordant_pairs,
-    question_codes,
-)
+from selfcal_lightning.metrics import arrays
+from selfcal_lightning.metrics.arrays import Array, Floats
 
 
 @dataclass(frozen=True)
@@ -50,7 +43,7 @@ def auroc(confidence: Array, correct: Array) -> float | None:
         Fawcett, An introduction to ROC analysis, 2006, section 7.
     """
     scores, labels = _checked(confidence, correct)
-    concordant, pairs = concordant_pairs(scores, labels, np.zeros(len(scores), dtype=np.int64), 1)
+    concordant, pairs = arrays.concordant_pairs(scores, labels, np.zeros(len(scores), dtype=np.int64), 1)
     return float(concordant[0] / pairs[0]) if pairs[0] else None
 
 
@@ -69,9 +62,9 @@ def within_question_discrimination(confidence: Array, correct: Array, question_i
         WithinQuestion(mean=0.5, pooled=0.5, num_questions=2)
     """
     scores, labels = _checked(confidence, correct)
-    questions, codes = question_codes(question_index)
-    check_same_length(confidence=scores, question_index=codes)
-    concordant, pairs = concordant_pairs(scores, labels, codes, len(questions))
+    questions, codes = arrays.question_codes(question_index)
+    arrays.check_same_length(confidence=scores, question_index=codes)
+    concordant, pairs = arrays.concordant_pairs(scores, labels, codes, len(questions))
     mixed = pairs > 0
     if not mixed.any():
         return WithinQuestion(None, None, 0)
@@ -128,8 +121,8 @@ def pearson(first: Array, second: Array) -> float | None:
         >>> pearson([0.0, 1.0, 2.0], [3.0, 2.0, 1.0])
         -1.0
     """
-    x, y = as_scores(first, "first"), as_scores(second, "second")
-    check_same_length(first=x, second=y)
+    x, y = arrays.as_scores(first, "first"), arrays.as_scores(second, "second")
+    arrays.check_same_length(first=x, second=y)
     # Rounding can move a constant off its mean; that is not variation.
     if not len(x) or np.ptp(x) == 0.0 or np.ptp(y) == 0.0:
         return None
@@ -147,8 +140,8 @@ def spearman(first: Array, second: Array) -> float | None:
     """
     from scipy.stats import rankdata
 
-    columns = as_scores(first, "first"), as_scores(second, "second")
-    check_same_length(first=columns[0], second=columns[1])
+    columns = arrays.as_scores(first, "first"), arrays.as_scores(second, "second")
+    arrays.check_same_length(first=columns[0], second=columns[1])
     return pearson(*map(rankdata, columns))
 
 
@@ -161,8 +154,8 @@ def kendall(first: Array, second: Array) -> float | None:
         >>> kendall([0.1, 0.5, 0.9], [1.0, 2.0, 30.0]), kendall([1.0, 2.0], [0.5, 0.1])
         (1.0, -1.0)
     """
-    x, y = as_scores(first, "first"), as_scores(second, "second")
-    check_same_length(first=x, second=y)
+    x, y = arrays.as_scores(first, "first"), arrays.as_scores(second, "second")
+    arrays.check_same_length(first=x, second=y)
     if not len(x) or (x == x[0]).all() or (y == y[0]).all():
         return None
     from scipy.stats import kendalltau
@@ -171,6 +164,6 @@ def kendall(first: Array, second: Array) -> float | None:
 
 
 def _checked(confidence: Array, correct: Array) -> tuple[Floats, NDArray[np.bool_]]:
-    scores, labels = as_scores(confidence), as_labels(correct)
-    check_same_length(confidence=scores, correct=labels)
+    scores, labels = arrays.as_scores(confidence), arrays.as_labels(correct)
+    arrays.check_same_length(confidence=scores, correct=labels)
     return scores, labels

@@ -129,10 +129,7 @@ LEAST_SPREAD = 1e-6  # of rewards; below it they differ by rounding
 
 
 def group_advantages(
-    rewards: Sequence[Sequence[float | None]],
-    *,
-    scale: Scale = "group",
-    leave_one_out: bool = False,
+    rewards: Sequence[Sequence[float | None]], *, scale: Scale = "group", leave_one_out: bool = False
 ) -> list[list[float | None]]:
     """Compute how much better each response is than its group, optionally in units of a reward spread.
 

@@ -28,13 +28,7 @@ class MissingPackageError(UserError, ImportError):
 
 
 def check_at_least(least: float, **settings: float) -> None:
-    """Raise InputError unless every setting is at least ``least``; keywords are the names in the message.
-
-    Example:
-        >>> check_at_least(1, batch_size=8, num_samples=0)
-        Traceback (most recent call last):
-        selfcal_lightning.core.errors.InputError: Expected `num_samples` to be at least 1, but got 0.
-    """
+    """Raise InputError unless every setting is at least ``least``; keywords are the names in the message."""
     for name, value in settings.items():
         if value < least:
             raise InputError(f"Expected `{name}` to be at least {least}, but got {value}.")

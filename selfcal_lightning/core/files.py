@@ -56,10 +56,7 @@ def open_atomically(path: Path) -> Iterator[BinaryIO]:
 
 
 def remove_abandoned(folder: Path, *, of: str | None = None) -> int:
-    """Remove temporary files left by killed writers, never one still being written, and return how many.
-
-    Without file locks the two cannot be told apart, and nothing is removed.
-    """
+    """Remove temporary files left by killed writers, none that may still be written, and return how many."""
     start, removed = "." if of is None else f".{of}.", 0
     for root, folders, names in os.walk(folder):
         if of is not None:
@@ -70,7 +67,6 @@ def remove_abandoned(folder: Path, *, of: str | None = None) -> int:
 
 
 def to_json(content: Mapping[str, Any]) -> bytes:
-    """Return ``content`` as indented JSON."""
     return (json.dumps(content, indent=1, allow_nan=False, ensure_ascii=False) + "\n").encode()
 
 
@@ -138,7 +134,6 @@ def append_line(file: BinaryIO, content: Mapping[str, Any]) -> None:
 
 
 def as_json_line(content: Mapping[str, Any]) -> str:
-    """Return ``content`` as one line of a JSONL file, newline included."""
     return json.dumps(content, ensure_ascii=False, allow_nan=False) + "\n"
 
 
@@ -225,8 +220,6 @@ LARGEST_JSON = 2**28  # bytes; a larger file is not ours
 
 
 class UnreadableJSONError(InputError):
-    """The text is not valid JSON."""
-
     def __init__(self, origin: str, reason: str, *, line: int | None = None) -> None:
         super().__init__(f"Expected {origin} to be JSON, but got {reason}.")
         self.reason, self.line = reason, line
@@ -245,12 +238,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def parse_json(content: bytes | str, *, origin: str, repeats: bool = True) -> Any:
-    """Parse JSON text; without ``repeats`` an object with a key twice is refused.
-
-    Example:
-        >>> parse_json('{"a": 1}', origin="line 1")
-        {'a': 1}
-    """
+    """Parse JSON text; without ``repeats`` an object with a key twice is refused."""
     line = None
     try:
         text = content.decode("utf-8-sig") if isinstance(content, bytes) else content

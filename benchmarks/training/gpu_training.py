@@ -41,7 +41,7 @@ from _training_rows import (
 from _training_rows import random_rows as make_rows
 from _training_ways import WAYS, Work, shared_prefix
 
-from selfcal_lightning.models.causal_lm import exclude_cudnn, logits_at
+from selfcal_lightning.models.causal_lm import forward_arguments, selected_logits
 from selfcal_lightning.models.packing import FLEX, SEGMENTS
 
 FLEX_MULTIPLE = 512  # packed rows of few widths, so that little is compiled again
@@ -147,7 +147,8 @@ def _query_logits(model: Any, rows: TrainingRows, device: str, *, packed: bool) 
         batch = collator(rows.tuples(torch.tensor(list(group)).numpy())).to(device)
         head = model.get_output_embeddings()
         positions = _positions_read(batch)
-        logits.append(logits_at(model, head, batch.input_ids, batch.attention_mask, positions, trees=batch.trees))
+        arguments = forward_arguments(model, batch.input_ids, batch.attention_mask, trees=batch.trees)
+        logits.append(selected_logits(model, head, arguments, positions))
     return torch.cat(logits).float()
 
 

@@ -25,7 +25,7 @@ from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.data.step_settings import Steps
 from selfcal_lightning.data.steps import Span
 from selfcal_lightning.engines.transformers.prompt_states import decoder_of, watch_levels
-from selfcal_lightning.models.causal_lm import forward_arguments, logits_at, without_cudnn
+from selfcal_lightning.models.causal_lm import forward_arguments, selected_logits, without_cudnn
 from selfcal_lightning.models.packing import PrefixTree, packs_rightly, prefer_segments, shared_prefix_problem
 from selfcal_lightning.records import QuestionSamples
 
@@ -273,7 +273,8 @@ class TokenReader:
         with without_cudnn(), ExitStack() as hooks:
             if self._watched:
                 watch_levels(hooks, self.network, pools.take)
-            logits = logits_at(self.network, head, ids, mask, positions, trees=laid_out.trees)
+            arguments = forward_arguments(self.network, ids, mask, trees=laid_out.trees)
+            logits = selected_logits(self.network, head, arguments, positions)
         tokens = torch.tensor([token for _, response in batch for token in response], device=device)
         top = top_k_confidence(logits, min(TOP_K, logits.shape[-1]))
         columns = torch.stack([*token_statistics(logits, tokens), top]).cpu().double()

@@ -18,22 +18,10 @@ from torch import Tensor, nn
 
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.core.imports import keep_bitsandbytes_quiet
+from selfcal_lightning.models import packing
 from selfcal_lightning.models.causal_lm import evaluation_mode, selected_logits
 from selfcal_lightning.models.outputs import ModelOutputs, run_outputs
-from selfcal_lightning.models.packing import (
-    SEGMENTS,
-    WAY_OUT,
-    PackingError,
-    PrefixTree,
-    Scores,
-    TreeMasks,
-    attention_kernel,
-    cut_branches,
-    failing_as_packing,
-    logit_tolerance,
-    packed_inputs,
-    spread_ids,
-)
+from selfcal_lightning.models.packing import PackingError, PrefixTree, Scores
 from selfcal_lightning.records import ConfidenceQuery
 
 if TYPE_CHECKING:
@@ -118,7 +106,7 @@ def _each(layers: Sequence[BaseTunerLayer], change: Callable[[BaseTunerLayer], o
 States = tuple[Tensor, Tensor]
 
 
-class ContextTrees(TreeMasks):
+class ContextTrees(packing.TreeMasks):
     """The trees of a packed row whose keys and values are kept for later queries."""
 
     def __init__(self, trees: Sequence[PrefixTree]) -> None:
@@ -130,7 +118,7 @@ class ContextTrees(TreeMasks):
         return super().attend(query, key, value, how)
 
 
-class QueryMasks(TreeMasks):
+class QueryMasks(packing.TreeMasks):
     """The queries of all branches in one row; each attends to its prompt, its response and, causally, to itself."""
 
     def __init__(self, trees: Sequence[PrefixTree], states: Sequence[States], num_tokens: int) -> None:
@@ -146,7 +134,7 @@ class QueryMasks(TreeMasks):
         heads, num_keys, tokens = query.shape[1], key.shape[1], self._num_tokens
         # Heads that share keys stand as further tokens of one head, so that nothing of the context is copied for them.
         groups = heads // num_keys
-        attend, outputs = attention_kernel(query, how), []
+        attend, outputs = packing.attention_kernel(query, how), []
         spans = [
             (slice(tree.start, tree.start + tree.prompt), slice(start, start + length))
             for tree in self.trees
@@ -256,12 +244,12 @@ def check_two_passes(model: PeftModel, *, packed: bool) -> None:
     device = next(model.parameters()).device
     # The first response is long: where positions ran on behind it instead of restarting, the others would be far off.
     tree, tail = PrefixTree(0, 6, (64 + 4, 3 + 4, 5 + 4)), 4
-    ids = spread_ids(tree.stop, config.vocab_size, device=device)
+    ids = packing.spread_ids(tree.stop, config.vocab_size, device=device)
     spans = [(start, start + length) for start, length in zip(tree.branch_starts(), tree.branches, strict=True)]
-    query = spread_ids(tail, config.vocab_size, device=torch.device("cpu"))
+    query = packing.spread_ids(tail, config.vocab_size, device=torch.device("cpu"))
     rows = [torch.cat((ids[: tree.prompt], ids[start : stop - tail], query.to(device))) for start, stop in spans]
     with adapter_asleep(model), evaluation_mode(model):
-        with failing_as_packing(f"{name} to read a query over cached keys", way_out=f": {_WAY_OUT}"):
+        with packing.failing_as_packing(f"{name} to read a query over cached keys", way_out=f": {_WAY_OUT}"):
             if packed:
                 contexts = read_contexts(model, ids[None], torch.ones_like(ids)[None], tail=tail, trees=[tree])
             else:
@@ -273,18 +261,18 @@ def check_two_passes(model: PeftModel, *, packed: bool) -> None:
             asked = selected_logits(model, model.get_output_embeddings(), arguments, ends)
         whole = torch.stack([model(input_ids=row[None], use_cache=False).logits[0, -1] for row in rows])
         error = ((asked - whole).float().abs().mean() / whole.float().std()).item()
-        if not error <= logit_tolerance(cast(Any, model), asked, rows[0]):
+        if not error <= packing.logit_tolerance(cast(Any, model), asked, rows[0]):
             found = f"they differ by {error:.3g} standard deviations in the mean: {_WAY_OUT}"
             raise PackingError(f"Expected {name} to give a query over cached keys the same logits, but {found}")
 
 
 def _read_packed(model: PeftModel, input_ids: Tensor, trees: Sequence[PrefixTree], tail: int) -> PackedContexts:
     implementation = model.config.get_text_config()._attn_implementation
-    if implementation != SEGMENTS:
-        known = f'None or "{SEGMENTS}" for packed rows of an activated adapter'
-        raise InputError(f"Expected `attn_implementation` to be {known}, but got {implementation!r}{WAY_OUT}")
-    shorter, kept = cut_branches(trees, tail)
-    arguments = packed_inputs(shorter, input_ids[:, kept.to(input_ids.device)], implementation)
+    if implementation != packing.SEGMENTS:
+        known = f'None or "{packing.SEGMENTS}" for packed rows of an activated adapter'
+        raise InputError(f"Expected `attn_implementation` to be {known}, but got {implementation!r}{packing.WAY_OUT}")
+    shorter, kept = packing.cut_branches(trees, tail)
+    arguments = packing.packed_inputs(shorter, input_ids[:, kept.to(input_ids.device)], implementation)
     keeping = ContextTrees(shorter)
     _run_without_logits(model, {**arguments, "prefix_trees": keeping, "use_cache": False})
     lengths = torch.tensor([tree.prompt + length for tree in shorter for length in tree.branches])

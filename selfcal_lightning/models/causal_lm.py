@@ -15,17 +15,7 @@ from torch import Tensor, nn
 from torch.backends import cuda
 
 from selfcal_lightning.core.errors import InputError
-from selfcal_lightning.models.folders import (
-    INDEX,
-    WHOLE,
-    check_all_loaded,
-    check_model_folder,
-    indexed_files,
-    load_config,
-    model_folder,
-    no_model,
-    resolve_model,
-)
+from selfcal_lightning.models import folders
 from selfcal_lightning.models.packing import PrefixTree, packed_inputs, prefer_segments, register_segment_attention
 from selfcal_lightning.records import ConfidenceQuery, Dtype
 
@@ -46,15 +36,17 @@ class WeightFiles:
     @classmethod
     def of_model(cls, base_model: str, *, revision: str | None = None) -> WeightFiles:
         """Find the files of a local folder or of a hub model, which is downloaded if needed."""
-        folder = model_folder(base_model, revision=revision)
-        check_model_folder(str(folder), option="base_model")
-        index, whole = folder / INDEX, folder / WHOLE
+        folder = folders.model_folder(base_model, revision=revision)
+        folders.check_model_folder(str(folder), option="base_model")
+        index, whole = folder / folders.INDEX, folder / folders.WHOLE
         if whole.is_file():
             with safe_open(whole, framework="pt") as handle:
                 return cls(dict.fromkeys(handle.keys(), whole))
         if index.is_file():
-            return cls(indexed_files(folder))
-        raise InputError(f"Expected `base_model` to be a folder with {WHOLE} or {INDEX}, but got {base_model!r}.")
+            return cls(folders.indexed_files(folder))
+        raise InputError(
+            f"Expected `base_model` to be a folder with {folders.WHOLE} or {folders.INDEX}, but got {base_model!r}."
+        )
 
     def __contains__(self, name: str) -> bool:
         return name in self._files
@@ -139,7 +131,7 @@ def load_causal_lm(
     """Load ``base_model`` from a local folder or the hub, without running its code."""
     from transformers import AutoModelForCausalLM
 
-    check_model_folder(base_model, option="base_model")
+    folders.check_model_folder(base_model, option="base_model")
     register_segment_attention()
     # The files of a reward model have no output layer; one that is tied to the embedding takes no memory.
     tied = {}
@@ -148,7 +140,7 @@ def load_causal_lm(
         tied = {} if any(name.endswith(OUTPUT_LAYER) for name in names) else {"tie_word_embeddings": True}
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            resolve_model(base_model),
+            folders.resolve_model(base_model),
             revision=revision,
             dtype=dtype if dtype == "auto" else getattr(torch, dtype),
             attn_implementation=attn_implementation,
@@ -160,12 +152,12 @@ def load_causal_lm(
             **tied,
         )
     except (OSError, ValueError, SafetensorError) as error:
-        raise no_model(base_model, revision, error) from error
+        raise folders.no_model(base_model, revision, error) from error
     model, loading = loaded
-    check_all_loaded(base_model, loading, option="base_model")
+    folders.check_all_loaded(base_model, loading, option="base_model")
     if is_trunk:
         model.set_output_embeddings(_small_output_layer(model))
-        model.config.tie_word_embeddings = load_config(base_model, revision=revision).tie_word_embeddings
+        model.config.tie_word_embeddings = folders.load_config(base_model, revision=revision).tie_word_embeddings
     if attn_implementation is None:
         prefer_segments(model)
     return model
@@ -188,20 +180,6 @@ def recompute_layers(model: nn.Module, enabled: bool) -> None:
             module.gradient_checkpointing = enabled
 
 
-def logits_at(
-    model: PreTrainedModel,
-    head: nn.Module | None,
-    input_ids: Tensor,
-    attention_mask: Tensor,
-    positions: Tensor,
-    *,
-    trees: Sequence[PrefixTree] = (),
-) -> Tensor:
-    """Return the logits at the given positions only, one row each."""
-    arguments = forward_arguments(model, input_ids, attention_mask, trees=trees)
-    return selected_logits(model, head, arguments, positions)
-
-
 def selected_logits(
     model: nn.Module,
     head: nn.Module | None,
@@ -210,7 +188,10 @@ def selected_logits(
     *,
     watch: Callable[[nn.Module, Tensor], None] = lambda head, hidden: None,
 ) -> Tensor:
-    """Like ``logits_at``; ``watch`` sees the output layer, its weights gathered, and its input at the positions."""
+    """Return the logits of a forward pass at some of the flattened positions only, one row each.
+
+    ``watch`` sees the output layer, its weights gathered, and its input at the positions.
+    """
     if head is None:
         return model(**arguments).logits.flatten(0, 1)[positions]
     shape = arguments["input_ids"].shape
@@ -223,11 +204,8 @@ def selected_logits(
         watch(module, rows)
         return (rows, *rest)
 
-    handle = head.register_forward_pre_hook(select)
-    try:
+    with head.register_forward_pre_hook(select):
         logits = model(**arguments).logits
-    finally:
-        handle.remove()
     return logits.flatten(0, 1)[positions] if logits.dim() == 3 else logits
 
 
@@ -247,11 +225,7 @@ def forward_arguments(
 
 
 def confidence_from_logits(logits: Tensor, query: ConfidenceQuery, *, normalised: bool = True) -> Confidence:
-    """Read P(True) from the logits that follow the confidence query.
-
-    The masses are sums of the full softmax over the token ids of ``query``, in float32; P(True) is Yes / (Yes + No)
-    when ``normalised``, else Yes.
-    """
+    """Read P(True), Yes / (Yes + No) when ``normalised``, else Yes, from the logits that follow the query."""
     yes, no = yes_and_no(logits.float().log_softmax(-1)[:, query_ids(query, logits.device)], query)
     return Confidence(sigmoid_of_difference(yes, no) if normalised else yes.exp(), yes.exp(), no.exp())
 

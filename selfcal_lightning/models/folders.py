@@ -85,7 +85,6 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def present_weight_files(folder: Path, *, option: str = "model") -> list[Path]:
-    """Return the files with the weights in ``folder``."""
     files = weight_files(folder)
     if absent := [file.name for file in files if not file.is_file()]:
         raise InputError(f"Expected `{option}` to hold the files of its index, but {folder} lacks {absent}.")
@@ -271,10 +270,9 @@ def is_gguf(path: str | Path) -> bool:
 
 def refuse_gguf(model: str, file: str, *, option: str = "model") -> None:
     if is_gguf(file):
-        raise InputError(
-            f"Expected `{option}` to be a folder or a name on the hub, but got {model!r}, whose weights are quantised "
-            f"for llama.cpp. `selfcal convert-gguf --file {file} --output_dir FOLDER` makes a folder of them."
-        )
+        found = f"{model!r}, whose weights are quantised for llama.cpp"
+        way_out = f"`selfcal convert-gguf --file {file} --output_dir FOLDER` makes a folder of them."
+        raise InputError(f"Expected `{option}` to be a folder or a name on the hub, but got {found}. {way_out}")
 
 
 def check_adapter(adapter: str) -> dict[str, Any]:
@@ -457,14 +455,7 @@ def check_adapter_name(adapter: str) -> None:
 
 @functools.lru_cache(maxsize=16)
 def _check_on_hub(model: str, revision: str | None, option: str, offline: str) -> None:
-    from huggingface_hub import HfApi, constants
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        HfHubHTTPError,
-        HTTPError,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
+    from huggingface_hub import HfApi, constants, errors
 
     # A tokenizer of its own may lie there without a configuration; what else it lacks its reader says.
     if any(_is_cached(model, name, revision) for name in (CONFIG, ADAPTER_CONFIG, "tokenizer.json")):
@@ -479,15 +470,15 @@ def _check_on_hub(model: str, revision: str | None, option: str, offline: str) -
         raise RunError(f"{unreachable}: {problem}. {way_out}")
     try:
         HfApi().model_info(model, revision=revision, timeout=HUB_SECONDS)
-    except GatedRepoError as error:
+    except errors.GatedRepoError as error:
         raise RunError(f"{model!r} is gated: accept its terms on the hub, and set HF_TOKEN.") from error
-    except RevisionNotFoundError as error:
+    except errors.RevisionNotFoundError as error:
         raise InputError(f"Expected `revision` to be one of {model!r} on the hub, but got {revision!r}.") from error
-    except RepositoryNotFoundError as error:
+    except errors.RepositoryNotFoundError as error:
         raise InputError(f"{nowhere}, and the hub has no such model; a private one needs HF_TOKEN.{hint}") from error
-    except HfHubHTTPError as error:
+    except errors.HfHubHTTPError as error:
         raise RunError(f"{nowhere}, and the hub refused to say more: {' '.join(str(error).split())}") from error
-    except (HTTPError, OSError) as error:  # such as a proxy that is down, or no answer in time
+    except (errors.HTTPError, OSError) as error:  # such as a proxy that is down, or no answer in time
         raise RunError(f"{unreachable}: {error}. {way_out}") from error
 
 

@@ -6,7 +6,6 @@ give steps of .03. If nothing follows the output layer, logits of other position
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,16 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - the name that every PyTorch reader expects
 
 from selfcal_lightning.core.errors import RunError
-from selfcal_lightning.models.causal_lm import (
-    Confidence,
-    confidence_from_logits,
-    forward_arguments,
-    query_ids,
-    selected_logits,
-    sigmoid_of_difference,
-    yes_and_no,
-)
-from selfcal_lightning.models.packing import PrefixTree, two_layers_on_meta
+from selfcal_lightning.models import causal_lm
+from selfcal_lightning.models.causal_lm import Confidence, query_ids, sigmoid_of_difference, yes_and_no
+from selfcal_lightning.models.packing import two_layers_on_meta
 from selfcal_lightning.records import ConfidenceQuery
 
 if TYPE_CHECKING:
@@ -171,7 +163,7 @@ class LogitOutputs:
         return torch.sigmoid(yes - no)
 
     def confidence(self, query: ConfidenceQuery, *, normalised: bool) -> Confidence:
-        return confidence_from_logits(self.logits[: self.num_queries], query, normalised=normalised)
+        return causal_lm.confidence_from_logits(self.logits[: self.num_queries], query, normalised=normalised)
 
     def token_losses(self, token_ids: Tensor) -> Tensor:
         return F.cross_entropy(self.token_logits(), token_ids, reduction="none")
@@ -184,44 +176,19 @@ class LogitOutputs:
 ModelOutputs = HiddenOutputs | LogitOutputs
 
 
-def read_outputs(
-    model: PreTrainedModel,
-    input_ids: Tensor,
-    attention_mask: Tensor,
-    *,
-    queries: Tensor,
-    labels: Tensor,
-    query: ConfidenceQuery,
-    trees: Sequence[PrefixTree] = (),
-    position_ids: Tensor | None = None,
-) -> ModelOutputs:
-    """Run a forward pass and return the outputs at some positions of the flattened S * T tokens."""
-    arguments = forward_arguments(model, input_ids, attention_mask, trees=trees, position_ids=position_ids)
-    return run_outputs(model, arguments, queries=queries, labels=labels, query=query)
-
-
-def read_hidden(
-    model: PreTrainedModel,
-    input_ids: Tensor,
-    attention_mask: Tensor,
-    *,
-    positions: Tensor,
-    trees: Sequence[PrefixTree] = (),
-    position_ids: Tensor | None = None,
-) -> Tensor:
+def hidden_at(model: PreTrainedModel, arguments: dict[str, Any], positions: Tensor) -> Tensor:
     """Run a forward pass without logits and return the last hidden states at some positions, [n, d]."""
-    arguments = forward_arguments(model, input_ids, attention_mask, trees=trees, position_ids=position_ids)
     return _hidden_states(model, model.get_output_embeddings(), arguments, positions)[0]
 
 
 def run_outputs(
     model: PreTrainedModel, arguments: dict[str, Any], *, queries: Tensor, labels: Tensor, query: ConfidenceQuery
 ) -> ModelOutputs:
-    """Like ``read_outputs``, with given arguments of the forward pass, including ``input_ids`` [S, T]."""
+    """Run a forward pass over ``input_ids`` [S, T] and return the outputs at some of the flattened positions."""
     head = model.get_output_embeddings()
     positions = torch.cat((queries, labels))
     if head is None:
-        return LogitOutputs(selected_logits(model, None, arguments, positions), len(queries))
+        return LogitOutputs(causal_lm.selected_logits(model, None, arguments, positions), len(queries))
     if has_plain_head(model) and ends_with_head(model.config):
         hidden, weight, bias = _hidden_states(model, head, arguments, positions)
         return HiddenOutputs(hidden[: len(queries)], hidden[len(queries) :], weight, bias)
@@ -278,11 +245,8 @@ def _hidden_states(
         found.append((rows[positions], module.weight, module.bias))
         return (rows[:0], *rest)
 
-    handle = head.register_forward_pre_hook(take)
-    try:
+    with head.register_forward_pre_hook(take):
         logits = model(**arguments).logits
-    finally:
-        handle.remove()
     ((hidden, weight, bias),) = found
     if not weight.untyped_storage().size():
         raise RunError("Expected the output layer to stay gathered until the backward pass, but it was freed.")
@@ -313,8 +277,5 @@ def _logits(
         places = torch.arange(num_queries, device=logits.device)[:, None], ids[None]
         return wide.index_put(places, columns[0])
 
-    handle = head.register_forward_hook(sharpen)
-    try:
-        return selected_logits(model, head, arguments, positions, watch=read)
-    finally:
-        handle.remove()
+    with head.register_forward_hook(sharpen):
+        return causal_lm.selected_logits(model, head, arguments, positions, watch=read)

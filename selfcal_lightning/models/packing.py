@@ -46,7 +46,6 @@ class PrefixTree(NamedTuple):
         return len(self.branches) * self.prompt + sum(self.branches)
 
     def branch_starts(self) -> list[int]:
-        """Return the index of every branch's first token."""
         return list(accumulate(self.branches[:-1], initial=self.start + self.prompt))
 
 

@@ -17,7 +17,6 @@ from selfcal_lightning.models.folders import load_config
 from selfcal_lightning.records import Dtype
 
 if TYPE_CHECKING:
-    from torch.optim import Optimizer
     from transformers import PreTrainedModel
 
 Quantization = Literal["nf4"]
@@ -67,7 +66,7 @@ def load_nf4_causal_lm(
 
 def build_optimizer(
     name: OptimizerName, parameters: Iterable[nn.Parameter], *, lr: float, weight_decay: float
-) -> Optimizer:
+) -> torch.optim.Optimizer:
     """Return AdamW, with its two moments in 32 or 8 bits, on the device or in pages that can leave it."""
     if name == "adamw":
         return torch.optim.AdamW(parameters, lr=lr, weight_decay=weight_decay)

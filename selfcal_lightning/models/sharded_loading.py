@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from transformers import PreTrainedModel
 
+# Names in the files, by module and name in it: PEFT renames what it wraps, but keeps the modules.
+StoredNames = dict[tuple[nn.Module, str], str]
 WAY_OUT = ". Use `trainer.strategy: ddp`."
 
 
@@ -60,11 +62,7 @@ def attach_lora_on_meta(
 
 
 def check_architecture(
-    base_model: str,
-    settings: LoraSettings | None,
-    *,
-    revision: str | None = None,
-    attn_implementation: str | None = None,
+    base_model: str, lora: LoraSettings | None, *, revision: str | None = None, attn_implementation: str | None = None
 ) -> None:
     """Build the model on ``meta``, so that errors of its classes or its adapter show before long work."""
     register_segment_attention()
@@ -78,8 +76,8 @@ def check_architecture(
         reason = str(error).partition("\n")[0]
         runs = f"a model that runs with `attn_implementation` {attn_implementation!r}"
         raise InputError(f"Expected {runs}, but got {base_model!r}: {reason}") from error
-    if settings is not None:
-        check_adaptable(model, settings)
+    if lora is not None:
+        check_adaptable(model, lora)
 
 
 def places(model: nn.Module, kind: str = "_parameters") -> Iterator[tuple[str, nn.Module, str, Any]]:
@@ -140,7 +138,6 @@ def load_sharded_causal_lm(
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.enable_input_require_grads()
     layers = decoder_layers(model)
-    # PEFT renames what it wraps, but keeps the modules: (module, name of the parameter in it) is the name in the files.
     stored_names = {(module, part): name for name, module, part, _ in places(model)}
     network, drawn = cast(nn.Module, model), dict[str, Tensor]()
     if lora is not None:
@@ -170,11 +167,7 @@ def local_rows(rows: int, part: int, num_parts: int) -> tuple[int, int]:
 
 
 def _fill_parameters(
-    model: nn.Module,
-    files: WeightFiles,
-    stored_names: dict[tuple[nn.Module, str], str],
-    drawn: dict[str, Tensor],
-    device: torch.device,
+    model: nn.Module, files: WeightFiles, stored_names: StoredNames, drawn: dict[str, Tensor], device: torch.device
 ) -> None:
     """Load this process's rows into the parameters on ``meta``; tied ones stay one parameter."""
     names: dict[nn.Parameter, list[tuple[str, str | None]]] = {}
@@ -218,9 +211,7 @@ def _rows_here(parameter: DTensor) -> tuple[int, int]:
     return start, stop
 
 
-def _fill_buffers(
-    model: nn.Module, files: WeightFiles, stored_names: dict[tuple[nn.Module, str], str], device: torch.device
-) -> None:
+def _fill_buffers(model: nn.Module, files: WeightFiles, stored_names: StoredNames, device: torch.device) -> None:
     """Read the buffers that are stored, and move all of them to ``device``."""
     for name, module, part, buffer in list(places(model, "_buffers")):
         if buffer.is_meta:

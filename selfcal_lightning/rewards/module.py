@@ -17,11 +17,11 @@ from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.core.imports import class_path
 from selfcal_lightning.core.plan import Plan
 from selfcal_lightning.data.step_settings import Steps, check_steps
-from selfcal_lightning.models.causal_lm import WeightFiles, load_causal_lm
+from selfcal_lightning.models.causal_lm import WeightFiles, forward_arguments, load_causal_lm
 from selfcal_lightning.models.chat_format import DEFAULT_QUERY, ChatFormat, Prompt, load_tokenizer
 from selfcal_lightning.models.folders import DIGESTS, check_model, load_config, model_folder, read_manifest
 from selfcal_lightning.models.lora import LoraSettings
-from selfcal_lightning.models.outputs import has_plain_head, read_hidden
+from selfcal_lightning.models.outputs import has_plain_head, hidden_at
 from selfcal_lightning.rewards import heads
 from selfcal_lightning.rewards.formats import QUANTILE_PRM, RewardFormat, quantiles_of, reward_format
 from selfcal_lightning.rewards.heads import StepScores, monotone_quantiles
@@ -395,10 +395,10 @@ class QuantileRewardModule(CalibratedModel):
 
     def raw_outputs(self, batch: RewardBatch) -> Tensor:
         """Return the three outputs at every place, float32 [M, 3]."""
-        hidden = read_hidden(
-            self.model, batch.input_ids, batch.attention_mask, positions=batch.place, trees=batch.trees,
-            position_ids=batch.position_ids,
-        )  # fmt: skip
+        arguments = forward_arguments(
+            self.model, batch.input_ids, batch.attention_mask, trees=batch.trees, position_ids=batch.position_ids
+        )
+        hidden = hidden_at(self.model, arguments, batch.place)
         with torch.autocast(hidden.device.type, enabled=False):
             return heads.folded_outputs(cast("nn.Module", self.head)(hidden.float()))
 

@@ -17,7 +17,7 @@ from selfcal_lightning.core.files import read_json_object
 from selfcal_lightning.core.plan import Plan
 from selfcal_lightning.models import folders, quantization
 from selfcal_lightning.models.activated import Contexts, ask, check_two_passes, read_contexts
-from selfcal_lightning.models.causal_lm import Confidence, exclude_cudnn, load_causal_lm
+from selfcal_lightning.models.causal_lm import Confidence, exclude_cudnn, forward_arguments, load_causal_lm
 from selfcal_lightning.models.chat_format import ChatFormat, load_tokenizer
 from selfcal_lightning.models.lora import (
     FIRST,
@@ -28,7 +28,7 @@ from selfcal_lightning.models.lora import (
     read_adapter_state,
     save_adapter,
 )
-from selfcal_lightning.models.outputs import ModelOutputs, read_outputs
+from selfcal_lightning.models.outputs import ModelOutputs, run_outputs
 from selfcal_lightning.models.packing import check_packed_equals_separate, runs_packed_rows
 from selfcal_lightning.models.sharded_loading import check_architecture
 from selfcal_lightning.models.speed import guess_speed
@@ -282,16 +282,10 @@ class ConfidenceModel(CalibratedModel):
         return read_contexts(self.model, batch.input_ids, batch.attention_mask, tail=tail, trees=batch.trees)
 
     def _outputs(self, batch: SSCBatch, labels: Tensor) -> ModelOutputs:
-        return read_outputs(
-            self.model,
-            batch.input_ids,
-            batch.attention_mask,
-            queries=batch.query_position,
-            labels=labels,
-            query=self.chat.query,
-            trees=batch.trees,
-            position_ids=batch.position_ids,
+        arguments = forward_arguments(
+            self.model, batch.input_ids, batch.attention_mask, trees=batch.trees, position_ids=batch.position_ids
         )
+        return run_outputs(self.model, arguments, queries=batch.query_position, labels=labels, query=self.chat.query)
 
     def predict_step(self, batch: SSCBatch, batch_idx: int, dataloader_idx: int = 0) -> ScoredRows:
         if batch.batch_size == 0:  # a process with fewer questions than the others

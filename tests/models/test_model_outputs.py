@@ -15,9 +15,9 @@ from torch.nn import functional as F  # noqa: N812
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from selfcal_lightning.models import outputs as output_layer
-from selfcal_lightning.models.causal_lm import confidence_from_logits, logits_at
+from selfcal_lightning.models.causal_lm import confidence_from_logits, forward_arguments, selected_logits
 from selfcal_lightning.models.chat_format import ChatFormat
-from selfcal_lightning.models.outputs import HiddenOutputs, LogitOutputs, ModelOutputs, ends_with_head, read_outputs
+from selfcal_lightning.models.outputs import HiddenOutputs, LogitOutputs, ModelOutputs, ends_with_head, run_outputs
 from selfcal_lightning.records import ConfidenceQuery
 from selfcal_lightning.training.self_calibration import StepLog
 
@@ -51,7 +51,8 @@ def _model(family: str, *, dtype: torch.dtype = torch.float32, head_scale: float
 
 
 def _outputs(model: PreTrainedModel) -> ModelOutputs:
-    return read_outputs(model, IDS, torch.ones_like(IDS), queries=QUERIES, labels=LABELS, query=QUERY)
+    arguments = forward_arguments(model, IDS, torch.ones_like(IDS))
+    return run_outputs(model, arguments, queries=QUERIES, labels=LABELS, query=QUERY)
 
 
 @pytest.mark.parametrize("trained", [False, True], ids=["frozen", "trained"])
@@ -83,7 +84,8 @@ def test_logits_only_where_asked(family: str) -> None:
     seen: list[tuple[int, ...]] = []
     head.register_forward_hook(lambda module, arguments, output: seen.append(tuple(output.shape)))
     for given in (head, None):
-        torch.testing.assert_close(logits_at(model, given, IDS, mask, places), full, atol=1e-5, rtol=0)
+        found = selected_logits(model, given, forward_arguments(model, IDS, mask), places)
+        torch.testing.assert_close(found, full, atol=1e-5, rtol=0)
     assert seen == [(4, 90), (2, 7, 90)]
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -18,6 +18,7 @@ from shared.estimates import Column, estimated, metric_columns, with_question_co
 from shared.jobs import run_once
 from shared.study import SAMPLED, SPLITS, TASK, TESTS, Options, configuration, train_on, write_configuration
 from shared.tables import End, holds
+from shared.timing import SAMPLING, requests_of
 
 from selfcal_lightning.capability.budgets import SEQUENTIAL, UNIFORM, solved_columns
 from selfcal_lightning.capability.estimators import averaged_names
@@ -55,7 +56,6 @@ from selfcal_lightning.metrics.arrays import AUROC, BRIER, ECE, Array, Floats
 from selfcal_lightning.metrics.bootstrap import Estimate, calibration_error_bounds, resample_weights
 from selfcal_lightning.metrics.capability import pass_at_k, squared_errors
 from selfcal_lightning.metrics.discrimination import spearman
-from selfcal_lightning.records import QuestionSamples, Request, SamplingSettings, sample_seed
 
 PROBE, LABELLED, BEFORE, TAUGHT, AWAKE = "probe", "labelled", "p_true_before", "taught", "p_true_awake"
 TARGETS = {PROBE: "agreeing_pairs", LABELLED: "label"}
@@ -124,7 +124,10 @@ def measure_seed(folder: Path) -> Columns:
         own: Columns = {}
         weights: Floats | None = None
         for names, stop in ((FROM_PROMPTS, 0), (FROM_RESPONSES, READ)):
-            test, calibration = (_read(folder / "tests", each, names, stop) for each in (split, "calibration"))
+            beside, store = averaged_names(folder / "tests", names), str(folder / "tests")
+            pools = (load_capability_pool(store, split=each, task=None, confidences=beside)
+                     for each in (split, "calibration"))  # fmt: skip
+            test, calibration = (test_questions(pool, names, estimate_samples=stop) for pool in pools)
             weights = resample_weights(len(test.truth), num_resamples=RESAMPLES) if weights is None else weights
             own = estimate_columns(test, calibration, weights) | own  # a constant is judged by all responses
             if not stop:
@@ -175,7 +178,8 @@ def application_columns(test: TestQuestions, calibration: TestQuestions, weights
             found[f"{name}/curve error/{way}"] = np.abs((predicted - actual) @ weights).mean(axis=0)
             errors = pass_at_k_squared_errors(predicted[ks.index(half)], truth.num_samples, truth.num_correct, half)
             found[f"{name}/pass@half/{way}"] = errors @ weights
-    few = _only(test, (PROBE, LABELLED)), _only(calibration, (PROBE, LABELLED))
+    few = [replace(one, estimates={name: one.estimates[name] for name in (PROBE, LABELLED)})
+           for one in (test, calibration)]  # fmt: skip
     budgets, solved = solved_columns(*few, weights)
     found["budgets"] = np.repeat(np.array(budgets, dtype=np.float64)[:, None], weights.shape[1], axis=1)
     found |= {f"solved/{way}": column for way, column in solved.items()}
@@ -196,21 +200,9 @@ def half_gap(truth: QuestionTable, values: Floats) -> Floats:
     return np.array([abs(errors - squared_errors(values, right, truth.num_samples).mean())])
 
 
-def _read(store: Path, split: str, names: Sequence[str], stop: int) -> TestQuestions:
-    beside = averaged_names(store, names)
-    read = load_capability_pool(str(store), split=split, task=None, confidences=beside)
-    return test_questions(read, names, estimate_samples=stop)
-
-
-def _only(test: TestQuestions, names: Sequence[str]) -> TestQuestions:
-    kept: Mapping[str, Floats] = {name: test.estimates[name] for name in names}
-    return replace(test, estimates=dict(kept))
-
-
 PARTS = 10  # that the training questions are dealt into, each with all of its responses
 MEASURES = (AUROC, BRIER)
 TIMED_QUESTIONS, TURNS = 128, 3
-SAMPLING = SamplingSettings(temperature=0.8, edt_scale=0.8, edt_theta=1.0, max_new_tokens=120)
 
 
 def size_columns(folder: Path) -> Columns:
@@ -225,7 +217,10 @@ def size_columns(folder: Path) -> Columns:
     rows, parts = np.arange(len(entries)), min(PARTS, len(entries) // LEAST_QUESTIONS)
     kinds = {
         "all": [(rows, entries)],
-        "one response": [(rows, _response(entries, at)) for at in range(min(len(one.samples) for one in entries))],
+        "one response": [
+            (rows, [replace(entry, samples=entry.samples[at : at + 1]) for entry in entries])
+            for at in range(min(len(one.samples) for one in entries))
+        ],
         "few questions": [(rows[part::parts], entries[part::parts]) for part in range(parts)],
     }
     found: Columns = {}
@@ -262,10 +257,7 @@ def processor_seconds() -> tuple[float, float]:
     questions = get_task(TASK).load("calibration", limit=TIMED_QUESTIONS)
     engine = TransformersEngine("bundled", max_batch=TIMED_QUESTIONS)
     prompts = [engine.chat.prompt_ids(question.messages) for question in questions]
-    requests = [
-        Request(question.id, prompt, SAMPLING, sample_seed(0, 0, question.id, 0), None)
-        for question, prompt in zip(questions, prompts, strict=True)
-    ]
+    requests = requests_of(questions, engine.chat, SAMPLING)
     reading, answering = [], []
     for _ in range(TURNS):
         started = time.process_time()
@@ -288,10 +280,6 @@ def _states(pool: CapabilityPool, store: Path) -> PromptStates:
 
 def _rows(states: PromptStates, rows: Floats) -> PromptStates:
     return PromptStates(states.last_token[rows], states.token_mean[rows])
-
-
-def _response(entries: Sequence[QuestionSamples], at: int) -> list[QuestionSamples]:
-    return [replace(entry, samples=entry.samples[at : at + 1]) for entry in entries]
 
 
 WORDS: Mapping[End, str] = {"value": "", "low": "lower end ", "high": "upper end "}

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +32,12 @@ from matplotlib.figure import Figure
 from shared.estimates import Column, column_over_seeds, estimated
 from shared.jobs import seconds_of
 from shared.study import TESTS, Options, Study
-from shared.tables import section, triple
+from shared.tables import section, show, table, triple
+from shared.timing import measured_once
 
 from selfcal_lightning.capability.budgets import SEQUENTIAL, UNIFORM
 from selfcal_lightning.capability.evaluation import ORACLE
-from selfcal_lightning.evaluation.tables import format_estimate
 from selfcal_lightning.metrics.arrays import AUROC, BRIER, ECE
-from selfcal_lightning.metrics.bootstrap import Estimate
 from selfcal_lightning.metrics.calibration import ErrorBounds
 from selfcal_lightning.metrics.drawing import AFTER, GREY, RIGHT, WRONG, frame
 from selfcal_lightning.metrics.drawing import BEFORE as BLUE
@@ -55,19 +54,15 @@ SIZES = {
 }
 
 
-def run_jobs(plan: Options) -> None:
-    for seed in plan.seeds:
-        run_seed(plan, seed)
-
-
 def assemble(plan: Options) -> dict[str, Any]:
-    columns = over_seeds([_measured(plan.folder(seed)) for seed in plan.seeds])
-    seconds = _timed(plan)
+    folders = [plan.folder(seed) for seed in plan.seeds]
+    columns = over_seeds([measure_seed(one) | size_columns(one) | confidence_columns(one) for one in folders])
+    seconds = measured_once(plan.output / "seconds.json", processor_seconds)
     checks = targets(columns, seconds=seconds)
     return {
         **dict.fromkeys(("seeds", "taught_seeds", "awake_seeds"), plan.seeds),
         "sizes": {**plan.sizes("train", "train_samples"), "samples": plan.num_samples, **plan.parts},
-        "processor_minutes": sum(sum(seconds_of(plan.folder(seed)).values()) for seed in plan.seeds) / 60.0,
+        "processor_minutes": sum(sum(seconds_of(folder).values()) for folder in folders) / 60.0,
         "seconds": {"a prompt's states": seconds[0], "a response": seconds[1]},
         "checks": [{**asdict(check), "found": triple(check.found, digits=DIGITS)} for check in checks],
         "measured": {key: _plain(column) for key, column in columns.items()},
@@ -79,24 +74,13 @@ def over_seeds(found: Sequence[Columns]) -> Columns:
     return {key: column_over_seeds([one[key] for one in found if key in one]) for key in keys}
 
 
-def _measured(folder: Path) -> Columns:
-    return measure_seed(folder) | size_columns(folder) | confidence_columns(folder)
-
-
-def _timed(plan: Options) -> tuple[float, float]:
-    file = plan.output / "seconds.json"
-    if not file.exists():
-        file.write_text(json.dumps(processor_seconds()))
-    reading, answering = json.loads(file.read_text())
-    return reading, answering
-
-
 def _plain(column: Column) -> Any:
     if not isinstance(column, ErrorBounds) and column.ndim > 1:
         return [_plain(row) for row in column]
     return triple(estimated(column), digits=DIGITS)
 
 
+_show = partial(show, missing="–")
 # Value and ends of an interval by key; a list of these for what has several budgets, shares or k.
 Measured = Mapping[str, Any]
 WORDS = {"id": "in domain", "ood": "out of domain"}
@@ -128,10 +112,10 @@ CONFIDENCES = {PROBE: "label-free probe", "p_true": "P(True) of the base model",
 def as_markdown(report: Mapping[str, Any]) -> str:
     measured: Measured = report["measured"]
     parts = {
-        "head": head(report),
-        "targets": _table(
+        "head": [head(report)],
+        "targets": table(
             ["what must hold", "held to", "measured", ""],
-            [[row["what"] or "the same", row["held_to"], _shown(row["found"]), "met" if row["holds"] else "**missed**"]
+            [[row["what"] or "the same", row["held_to"], _show(row["found"]), "met" if row["holds"] else "**missed**"]
              for row in report["checks"]],
         ),
         "estimates": estimate_table(measured),
@@ -141,7 +125,7 @@ def as_markdown(report: Mapping[str, Any]) -> str:
         "abstention": abstention_table(measured),
         "sizes": size_table(measured),
     }  # fmt: skip
-    return "\n".join(line for name, text in parts.items() for line in section(name, [text])).rstrip("\n") + "\n"
+    return "\n".join(line for name, text in parts.items() for line in section(name, text)).rstrip("\n") + "\n"
 
 
 def head(report: Mapping[str, Any]) -> str:
@@ -161,7 +145,7 @@ def head(report: Mapping[str, Any]) -> str:
     return " ".join(sentences)
 
 
-def estimate_table(measured: Measured) -> str:
+def estimate_table(measured: Measured) -> list[str]:
     rows = [
         [words, str(samples), "yes" if labels else "no",
          *(_cell(measured, f"{split}/{name}/{measure}") for split in TESTS for measure in ("mse", "spearman", "ece"))]
@@ -169,10 +153,10 @@ def estimate_table(measured: Measured) -> str:
         if f"id/{name}/mse" in measured
     ]  # fmt: skip
     measures = [f"{name}, {WORDS[split]}" for split in TESTS for name in ("MSE", "Spearman", "ECE")]
-    return _table(["estimate", "responses", "labels", *measures], rows)
+    return table(["estimate", "responses", "labels", *measures], rows)
 
 
-def confidence_table(measured: Measured) -> str:
+def confidence_table(measured: Measured) -> list[str]:
     rows = [
         [words, *(_cell(measured, f"{split}/response/{name}/{measure}") for split in TESTS
                   for measure in (AUROC, ECE, BRIER))]
@@ -180,59 +164,59 @@ def confidence_table(measured: Measured) -> str:
         if f"id/response/{name}/{AUROC}" in measured
     ]  # fmt: skip
     measures = [f"{name}, {WORDS[split]}" for split in TESTS for name in ("AUROC", "ECE", "Brier")]
-    return _table(["confidence in a response", *measures], rows)
+    return table(["confidence in a response", *measures], rows)
 
 
-def pass_at_k_table(measured: Measured) -> str:
+def pass_at_k_table(measured: Measured) -> list[str]:
     measures = {"curve error": "curve", "pass@half": "question, at half of the responses"}
     rows = [
         [words, *(_cell(measured, f"{split}/{PROBE}/{key}/{way}") for split in TESTS for key in measures)]
         for way, words in WAYS.items()
     ]
     headings = [f"error of the {words}, {WORDS[split]}" for split in TESTS for words in measures.values()]
-    return _table(["pass@k of the label-free probe by", *headings], rows)
+    return table(["pass@k of the label-free probe by", *headings], rows)
 
 
-def budget_table(measured: Measured) -> str:
+def budget_table(measured: Measured) -> list[str]:
     budgets = [int(row[0]) for row in measured["id/budgets"]]
     ways = [key.removeprefix("id/gain/") for key in measured if key.startswith("id/gain/")]
     tables = []
     for split in TESTS:
-        rows = [["uniform allocation", *map(_shown, measured[f"{split}/solved/{UNIFORM}"])]]
+        rows = [["uniform allocation", *map(_show, measured[f"{split}/solved/{UNIFORM}"])]]
         for way in ways:
             if way != UNIFORM:
                 gains = measured[f"{split}/gain/{way}"]
-                rows.append([f"- {way}", *(_shown(gain, signed=True) for gain in gains)])
-        tables.append(_table([f"solved, {WORDS[split]}", *(f"{budget} samples" for budget in budgets)], rows))
-    return "\n\n".join(tables)
+                rows.append([f"- {way}", *(_show(gain, "+") for gain in gains)])
+        tables.append(table([f"solved, {WORDS[split]}", *(f"{budget} samples" for budget in budgets)], rows))
+    return [*tables[0], "", *tables[1]]
 
 
-def abstention_table(measured: Measured) -> str:
+def abstention_table(measured: Measured) -> list[str]:
     shown = [share for share in LEFT_OUT if share in (0.1, 0.2, 0.5)]
     rows = [
-        [words, *(_shown(measured[f"{split}/lost/{name}"][LEFT_OUT.index(share)])
+        [words, *(_show(measured[f"{split}/lost/{name}"][LEFT_OUT.index(share)])
                   for split in TESTS for share in shown)]
         for name, words in ((PROBE, "label-free probe"), (LABELLED, "probe, fitted to labels"), (ORACLE, "oracle"))
     ]  # fmt: skip
     headings = [f"{share:.0%} left out, {WORDS[split]}" for split in TESTS for share in shown]
-    return _table(["right responses lost by", *headings], rows)
+    return table(["right responses lost by", *headings], rows)
 
 
-def size_table(measured: Measured) -> str:
+def size_table(measured: Measured) -> list[str]:
     kinds = {"all": "all questions, all responses", "one response": "all questions, one response each",
              "few questions": "a tenth of the questions, all responses"}  # fmt: skip
     rows = [[words, *(_cell(measured, f"{split}/size/{kind}") for split in TESTS)] for kind, words in kinds.items()]
-    return _table(["probe, fitted to labels, on", *(f"MSE, {WORDS[split]}" for split in TESTS)], rows)
+    return table(["probe, fitted to labels, on", *(f"MSE, {WORDS[split]}" for split in TESTS)], rows)
 
 
 def figure(report: Mapping[str, Any]) -> Figure:
     measured: Measured = report["measured"]
     drawn = Figure(figsize=(11.0, 8.4), layout="constrained")
-    (errors, curves), (budgets, abstention) = drawn.subplots(2, 2)
-    _draw_errors(errors, measured)
-    _draw_curves(curves, measured)
-    _draw_budgets(budgets, measured)
-    _draw_abstention(abstention, measured)
+    draw = (_draw_errors, _draw_curves, _draw_budgets, _draw_abstention)
+    for axes, draw_on in zip(drawn.subplots(2, 2).flat, draw, strict=True):
+        draw_on(axes, measured)
+        frame(axes)
+        axes.legend(fontsize=8, frameon=False)
     return drawn
 
 
@@ -244,9 +228,7 @@ def _draw_errors(axes: Axes, measured: Measured) -> None:
             axes.plot(ends, [at + shift] * 2, color=GREY, linewidth=1.2)
             axes.plot(value, at + shift, "o", markersize=4, color=colour, label=WORDS[split] if not at else None)
     axes.set_yticks(range(len(names)), [f"{ESTIMATES[name][0]} ({ESTIMATES[name][1]})" for name in names], fontsize=7)
-    frame(axes)
     axes.set(xlabel="squared error of capability", title="Estimates (responses that they read)")
-    axes.legend(fontsize=8, frameon=False)
 
 
 def _draw_curves(axes: Axes, measured: Measured) -> None:
@@ -259,9 +241,7 @@ def _draw_curves(axes: Axes, measured: Measured) -> None:
     axes.plot(ks, shown, "o", color="black", markersize=5, label="the responses")
     axes.set_xscale("log", base=2)
     axes.set_xticks(ks, [str(k) for k in ks])
-    frame(axes)
     axes.set(xlabel="samples k", ylabel="pass@k", title="pass@k in domain")
-    axes.legend(fontsize=8, frameon=False)
 
 
 def _draw_budgets(axes: Axes, measured: Measured) -> None:
@@ -280,9 +260,7 @@ def _draw_budgets(axes: Axes, measured: Measured) -> None:
     axes.axhline(0.0, color="black", linewidth=0.8)
     axes.set_xscale("log", base=2)
     axes.set_xticks(budgets, [f"{budget:.0f}" for budget in budgets])
-    frame(axes)
     axes.set(xlabel="mean samples a question", ylabel="solved beyond a uniform allocation", title="Budgets in domain")
-    axes.legend(fontsize=8, frameon=False)
 
 
 def _draw_abstention(axes: Axes, measured: Measured) -> None:
@@ -291,30 +269,20 @@ def _draw_abstention(axes: Axes, measured: Measured) -> None:
             lost = _values(measured[f"{split}/lost/{name}"])
             axes.plot(LEFT_OUT, lost, style, color=colour, marker="o", markersize=3, label=f"{words}, {WORDS[split]}")
     axes.plot((0.0, LEFT_OUT[-1]), (0.0, LEFT_OUT[-1]), ":", color="black", linewidth=0.8, label="at random")
-    frame(axes)
     axes.set(xlabel="share of questions left out", ylabel="share of right responses lost", title="Abstention")
-    axes.legend(fontsize=8, frameon=False)
 
 
 def _cell(measured: Measured, key: str) -> str:
-    return _shown(measured[key]) if key in measured else ""
-
-
-def _shown(found: Sequence[float | None], *, signed: bool = False) -> str:
-    return format_estimate(Estimate(*found), signed=signed)
+    return _show(measured[key]) if key in measured else ""
 
 
 def _values(rows: Sequence[Sequence[float]]) -> list[float]:
     return [row[0] for row in rows]
 
 
-def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [headings, ["---", *["---:"] * (len(headings) - 1)], *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
 STUDY = Study(
-    "capability/report_capability.py", SIZES, run_jobs, assemble, as_markdown, figure,
+    "capability/report_capability.py", SIZES, lambda plan: [run_seed(plan, seed) for seed in plan.seeds], assemble,
+    as_markdown, figure,
     image="report_capability.png", met=lambda _, report: all(row["holds"] for row in report["checks"]),
 )  # fmt: skip
 

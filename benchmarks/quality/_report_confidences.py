@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -16,6 +15,8 @@ import torch
 from shared.estimates import RESAMPLES, mean_over_seeds, samples_needed, with_question_confidence
 from shared.jobs import run
 from shared.study import SAMPLED, SPLITS, TASK, Options, configuration, train_on, write_configuration
+from shared.tables import triple
+from shared.timing import SAMPLING, measured_once, requests_of
 
 from selfcal_lightning.confidence.base import MEAN_LOGPROB, P_TRUE, SampleScorer, scored_pool
 from selfcal_lightning.confidence.features import LOGIT, required_confidences
@@ -31,11 +32,10 @@ from selfcal_lightning.engines.transformers.engine import TransformersEngine
 from selfcal_lightning.evaluation.calibration import vote_hits
 from selfcal_lightning.evaluation.curves import Reshuffles
 from selfcal_lightning.metrics.arrays import Floats
-from selfcal_lightning.metrics.bootstrap import Estimate, estimate_or_never, resample_weights
+from selfcal_lightning.metrics.bootstrap import estimate_or_never, resample_weights
 from selfcal_lightning.metrics.capability import agreeing_pairs
 from selfcal_lightning.metrics.consistency import vote_share
-from selfcal_lightning.models.chat_format import ChatFormat
-from selfcal_lightning.records import ConfidenceQuery, Question, QuestionSamples, Request, SamplingSettings, sample_seed
+from selfcal_lightning.records import QuestionSamples
 
 BASE, ACTIVATED, JOINT = "nothing", "activated", "joint"
 # The confidence that the activated adapter puts on the base model's responses.
@@ -240,14 +240,6 @@ PLAIN = {BASE: "plain", JOINT: "plain_joint"}
 WEIGHING = tuple(contender for contender in CONTENDERS if not (contender.reads_all or contender.of_question))
 
 
-@dataclass(frozen=True)
-class Saving:
-    target: int
-    samples: Estimate
-    tokens: float | None
-    seconds: float | None
-
-
 def vote_curves(pools: Mapping[str, RecordedPool]) -> dict[str, Floats]:
     curves: dict[str, Floats] = {}
     for generator, pool in pools.items():
@@ -273,18 +265,22 @@ def savings(
     targets: Sequence[int],
     tokens: Mapping[str, tuple[float, int]],
     seconds: Mapping[str, tuple[float, float]],
-) -> dict[str, list[Saving]]:
+) -> dict[str, list[dict[str, Any]]]:
+    """Return by way what each accuracy takes: samples with their interval, tokens and seconds."""
     model_of = {contender.key: contender.model for contender in WEIGHING}
     model_of |= {key: model for model, key in PLAIN.items()}
     asks = {contender.key for contender in WEIGHING if contender.asks}
-    found: dict[str, list[Saving]] = {}
+    found: dict[str, list[dict[str, Any]]] = {}
     for key, curve in curves.items():
         for target in targets:
             column = samples_needed(curve, curves[PLAIN[BASE]][target - 1])
             needed = estimate_or_never(column, never=np.inf)
-            prices = (table[model_of[key]] for table in (tokens, seconds))
-            paid = [_price(needed.value, *price, asks=key in asks) for price in prices]
-            found.setdefault(key, []).append(Saving(target, needed, *paid))
+            row: dict[str, Any] = {"target": target, "samples": triple(needed)}
+            for unit, table, digits in (("tokens", tokens, 1), ("seconds", seconds, 5)):
+                response, query = table[model_of[key]]
+                price = response + (query if key in asks else 0.0)
+                row[unit] = None if needed.value is None else round(needed.value * price, digits)
+            found.setdefault(key, []).append(row)
     return found
 
 
@@ -302,20 +298,13 @@ def label_of(key: str) -> str:
     return labels[key] if key in labels else f"weighted by {named[key].label}"
 
 
-def _price(samples: float | None, response: float, query: float, *, asks: bool) -> float | None:
-    return None if samples is None else samples * (response + (query if asks else 0.0))
-
-
 TURNS = 3
 QUESTIONS, SAMPLES = 16, 8
-SAMPLING = SamplingSettings(temperature=0.8, edt_scale=0.8, edt_theta=1.0, max_new_tokens=120)
 
 
 def measured_seconds(output: Path, activated: Path, joint: Path) -> dict[str, tuple[float, float]]:
-    file = output / "seconds.json"
-    if not file.exists():
-        file.write_text(json.dumps(measure_seconds(activated, joint)))
-    return {name: tuple(pair) for name, pair in json.loads(file.read_text()).items()}
+    found = measured_once(output / "seconds.json", partial(measure_seconds, activated, joint))
+    return {name: tuple(pair) for name, pair in found.items()}
 
 
 def measure_seconds(activated: Path, joint: Path) -> dict[str, tuple[float, float]]:
@@ -334,8 +323,7 @@ def measure_seconds(activated: Path, joint: Path) -> dict[str, tuple[float, floa
     for _ in range(TURNS):
         for name, engine in engines.items():
             for asks in (False, True):
-                query = engine.chat.query if asks else None
-                requests = _requests(questions, engine.chat, query)
+                requests = requests_of(questions, engine.chat, SAMPLING, samples=SAMPLES, asks=asks)
                 started = time.process_time()
                 generate(engine, requests)
                 taken.setdefault((name, asks), []).append((time.process_time() - started) / len(requests))
@@ -343,12 +331,3 @@ def measure_seconds(activated: Path, joint: Path) -> dict[str, tuple[float, floa
         engine.close()
     plain = {name: statistics.median(taken[name, False]) for name in engines}
     return {name: (plain[name], max(0.0, statistics.median(taken[name, True]) - plain[name])) for name in engines}
-
-
-def _requests(questions: list[Question], chat: ChatFormat, query: ConfidenceQuery | None) -> list[Request]:
-    return [
-        Request(f"{index}/{question.id}", chat.prompt_ids(question.messages), SAMPLING, own_seed, query)
-        for question in questions
-        for index in range(SAMPLES)
-        for own_seed in [sample_seed(0, 0, question.id, index)]
-    ]

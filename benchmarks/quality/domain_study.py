@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import random
+import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
+from shared.study import RESULTS
+from shared.tables import table, write_report
 
 import selfcal_lightning as sc
 from selfcal_lightning.confidence.domain import Domain, prompt_states
 from selfcal_lightning.inference.answering import read_questions
 from selfcal_lightning.metrics.discrimination import auroc
 
-RESULTS = Path(__file__).parents[1] / "results"
 FACTS = [
     {"question": f"What is the capital of {country}?"}
     for country in ("France", "Ghana", "Peru", "Japan", "Norway", "Kenya", "Chile", "Egypt", "Spain", "Nepal")
@@ -25,6 +30,17 @@ def plain_arithmetic(number: int = 40) -> list[dict[str, str]]:
     return [
         {"question": f"What is {draw.randint(2, 60)}{draw.choice('+-*')}{draw.randint(2, 60)}?"} for _ in range(number)
     ]
+
+
+def as_markdown(report: Mapping[str, Any]) -> str:
+    rows = [
+        [row["questions"], str(row["number"]), f"{row['warned']:.1%}",
+         "–" if row["auroc"] is None else f"{row['auroc']:.3f}"]
+        for row in report["rows"]
+    ]  # fmt: skip
+    made = "Made by `python benchmarks/quality/domain_study.py`."
+    lines = table(["questions", "number", "warned", "AUROC of the distance"], rows)
+    return "\n".join(["# Questions unlike the training ones", "", made, "", *lines, ""])
 
 
 def main() -> None:
@@ -41,22 +57,12 @@ def main() -> None:
     rows = []
     for name, values in distances.items():
         is_other = np.repeat([True, False], [len(values), len(known)])
-        rows.append(
-            {
-                "questions": name,
-                "number": len(values),
-                "warned": float((values > domain.threshold).mean()),
-                "auroc": None if values is known else auroc(np.concatenate([values, known]), is_other),
-            }
-        )
-    lines = ["| questions | number | warned | AUROC of the distance |", "|---|---:|---:|---:|"]
-    for row in rows:
-        shown = "–" if row["auroc"] is None else f"{row['auroc']:.3f}"
-        lines.append(f"| {row['questions']} | {row['number']} | {row['warned']:.1%} | {shown} |")
-    made = "Made by `python benchmarks/quality/domain_study.py`."
-    (RESULTS / "domain.json").write_text(json.dumps({"threshold": domain.threshold, "rows": rows}, indent=2) + "\n")
-    (RESULTS / "domain.md").write_text("\n".join([f"# Questions unlike the training ones\n\n{made}\n", *lines, ""]))
-    print("\n".join(lines))
+        rows.append({
+            "questions": name, "number": len(values), "warned": float((values > domain.threshold).mean()),
+            "auroc": None if values is known else auroc(np.concatenate([values, known]), is_other),
+        })  # fmt: skip
+    report = {"threshold": domain.threshold, "rows": rows}
+    write_report(RESULTS, "domain", report, as_markdown(report), indent=2)
 
 
 if __name__ == "__main__":

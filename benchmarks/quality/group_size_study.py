@@ -19,18 +19,14 @@ from rounds_study import (
     configuration,
     describe_training,
     fit_arm,
-    quick,
     run_arms,
-    show,
     training_of,
 )
 from shared.study import Options, Study
-from shared.tables import table
+from shared.tables import show, table
 
 ARMS = {"one by one": 1, "groups of 4": 4, "groups of 8": 8}
 FIRST = next(iter(ARMS))
-
-
 SIZES = {
     "questions": (700, "training questions"),
     "responses": (10, "responses a training question"),
@@ -39,12 +35,7 @@ SIZES = {
     "num_samples": (8, "responses per test question"),
     "workers": (2, "jobs at a time, one core each"),
 }
-
-
-def complete(parser: argparse.ArgumentParser, options: Options) -> None:
-    if options.quick:
-        options.seeds, options.questions, options.responses, options.tuples = [0], 24, 8, 96
-        options.test, options.num_samples = 20, 4
+QUICK = {"seeds": [0], "questions": 24, "responses": 8, "tuples": 96, "test": 20, "num_samples": 4}
 
 
 def calibrate(options: argparse.Namespace, arm: str, seed: int) -> None:
@@ -83,6 +74,6 @@ def as_markdown(study: dict[str, Any]) -> str:
 if __name__ == "__main__":
     study = Study(
         "quality/group_size_study.py", SIZES, lambda options: run_arms(options, FIRST, ARMS, calibrate), assemble,
-        as_markdown, arguments=quick, complete=complete, layout={"indent": 1},
+        as_markdown, quick=QUICK, layout={"indent": 1},
     )  # fmt: skip
     raise SystemExit(study.main())

@@ -23,7 +23,6 @@ from _report_confidences import (
     PLAIN,
     Contender,
     Plan,
-    Saving,
     fit_on,
     label_of,
     mean_tokens,
@@ -76,8 +75,11 @@ def assemble(plan: Plan) -> dict[str, Any]:
     pools = {(seed, test): read_fitted(plan, seed, test) for seed in seeds for test in TESTS}
     rows = {
         test: {
-            contender.key: [measure(pools[seed, test][contender.generator], contender.confidence) for seed in seeds]
-            for contender in CONTENDERS
+            one.key: [
+                Measured.of(scored_responses(pools[seed, test][one.generator].entries, name=one.confidence))
+                for seed in seeds
+            ]
+            for one in CONTENDERS
         }
         for test in TESTS
     }
@@ -110,11 +112,7 @@ def assemble(plan: Plan) -> dict[str, Any]:
             for test, found in curves.items()
         },
         "seconds": seconds,
-        "savings": {
-            test: {key: [saving(row) for row in rows]
-                   for key, rows in savings(curves[test], targets, tokens[test], seconds).items()}
-            for test in TESTS
-        },
+        "savings": {test: savings(curves[test], targets, tokens[test], seconds) for test in TESTS},
         "minutes": plan.minutes,
     }  # fmt: skip
 
@@ -123,15 +121,6 @@ def read_fitted(plan: Plan, seed: int, test: str) -> dict[str, RecordedPool]:
     fitted = {name: fit_on(read_pool(plan, seed, name, "calibration").entries, name) for name in (BASE, JOINT)}
     wanted = {name: read_pool(plan, seed, name, test) for name in (BASE, JOINT)}
     return {name: with_fitted(pool, fitted[name]) for name, pool in wanted.items()}
-
-
-def measure(pool: RecordedPool, confidence: str) -> Measured:
-    return Measured.of(scored_responses(pool.entries, name=confidence))
-
-
-def saving(row: Saving) -> dict[str, Any]:
-    tokens, seconds = (None if one is None else round(one, k) for one, k in ((row.tokens, 1), (row.seconds, 5)))
-    return {"target": row.target, "samples": triple(row.samples), "tokens": tokens, "seconds": seconds}
 
 
 def changed_texts(plan: Plan, seeds: list[int]) -> tuple[int, int]:

@@ -18,7 +18,7 @@ from shared import study as shared
 from shared.estimates import RESAMPLES, metric_columns
 from shared.jobs import run
 from shared.study import SAMPLED, Options, Study, train_on, write_configuration
-from shared.tables import table
+from shared.tables import show, table
 
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.evaluation.metrics import scored_responses
@@ -52,6 +52,7 @@ SIZES = {
     "num_samples": (16, "responses per test question"),
     "workers": (2, "jobs at a time, one core each"),
 }
+QUICK = {"seeds": [0], "questions": 48, "responses": 12, "tuples": 192, "test": 40, "num_samples": 4}
 
 
 def run_arms(
@@ -64,22 +65,14 @@ def run_arms(
         list(pool.map(lambda seed: sample_test(options, BASE, seed, "bundled"), options.seeds))
 
 
-def quick(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--quick", action="store_true", help="tiny sizes, one seed: whether it runs")
-
-
 def arguments(parser: argparse.ArgumentParser) -> None:
     rules = ["replace", "mix"]
     parser.add_argument("--rules", nargs="+", choices=rules, default=rules, help="of the arms with more rounds")
-    quick(parser)
 
 
 def complete(parser: argparse.ArgumentParser, options: Options) -> None:
     for name in [name for name, (_, rule) in ARMS.items() if name != ONE and rule not in options.rules]:
         del ARMS[name]
-    if options.quick:
-        options.seeds, options.questions, options.responses, options.tuples = [0], 48, 12, 192
-        options.test, options.num_samples = 40, 4
     for rounds, _ in ARMS.values():
         if options.responses % rounds or options.tuples % (rounds * 32):
             parser.error("--responses must be a multiple of 6, and --tuples of 192, so that all arms cost the same")
@@ -191,24 +184,29 @@ def test_values(options: argparse.Namespace, arm: str, seed: int) -> np.ndarray:
 def estimate(columns: np.ndarray, draws: np.ndarray) -> dict[str, float | None]:
     """Return the mean over seeds and its 95 % interval over resampled questions and resampled seeds."""
     resampled = columns[:, 1:][draws.T, np.arange(columns.shape[1] - 1)].mean(axis=0)
-    entry = Estimate.from_resamples(float(columns[:, 0].mean()), resampled)
+    return plain(Estimate.from_resamples(float(columns[:, 0].mean()), resampled))
+
+
+def plain(entry: Estimate) -> dict[str, float | None]:
     return {"value": entry.value, "low": entry.low, "high": entry.high}
 
 
 def cost_of(options: argparse.Namespace, arm: str) -> dict[str, int]:
     """Return what an arm sampled and trained on in the first seed, counted in its store where it can be."""
     rounds = ARMS[arm][0]
-    store = SampleStore(folder_of(options, arm, options.seeds[0]) / "samples", num_samples=options.responses // rounds)
+    store = samples_of(options, arm, options.seeds[0])
     responses = sum(len(store.index(split="train", round=number)) for number in range(rounds))
     return {"responses": responses, "tuples": options.tuples // rounds * rounds}
+
+
+def samples_of(options: argparse.Namespace, arm: str, seed: int) -> SampleStore:
+    return SampleStore(folder_of(options, arm, seed) / "samples", num_samples=options.responses // ARMS[arm][0])
 
 
 def drift(options: argparse.Namespace, arm: str, number: int) -> dict[str, float]:
     rows = []
     for seed in options.seeds:
-        store = SampleStore(
-            folder_of(options, arm, seed) / "samples", num_samples=options.responses // ARMS[arm][0]
-        )  # fmt: skip
+        store = samples_of(options, arm, seed)
         index = store.index(split="train", round=number)
         values = describe_round(index)
         if number:
@@ -220,6 +218,7 @@ def drift(options: argparse.Namespace, arm: str, number: int) -> dict[str, float
 
 def as_markdown(study: Mapping[str, Any]) -> str:
     sizes, arms = study["sizes"], study["arms"]
+    trained = [arm for arm in arms if arm != BASE]
     lines = [
         f"Command: `{study['command']}` ({study['minutes']} minutes for the jobs that were not done before). "
         f"{sizes['questions']} training questions, {describe_training(study)}; {sizes['test']} in-domain questions "
@@ -232,11 +231,11 @@ def as_markdown(study: Mapping[str, Any]) -> str:
         cost = entry.get("cost", {"responses": 0, "tuples": 0})
         rows.append([arm, f"{cost['responses']:,}", f"{cost['tuples']:,}", *map(show, entry["values"].values())])
     lines += table(["arm", "responses sampled", "tuples", *METRICS], rows)
-    rows = [[arm, *map(show, arms[arm]["minus_one_round"].values())] for arm in ARMS if arm != ONE]
+    rows = [[arm, *map(show, arms[arm]["minus_one_round"].values())] for arm in trained if arm != ONE]
     lines += ["", *table([f"minus {ONE}", *METRICS], rows), ""]
     rows = [
         [arm, str(number), *(f"{values[name]:.3f}" if name in values else "" for name in DRIFT)]
-        for arm in ARMS
+        for arm in trained
         for number, values in enumerate(arms[arm]["rounds"])
     ]
     return "\n".join([*lines, *table(["arm", "round", *DRIFT], rows)]) + "\n"
@@ -246,15 +245,9 @@ def describe_training(study: Mapping[str, Any]) -> str:
     return ", ".join(f"`{name}: {value}`" for name, value in study["training"].items())
 
 
-def show(entry: Mapping[str, float | None]) -> str:
-    if entry["value"] is None:
-        return "-"
-    return f"{entry['value']:.3f} [{entry['low']:.3f}, {entry['high']:.3f}]"
-
-
 if __name__ == "__main__":
     study = Study(
         "quality/rounds_study.py", SIZES, lambda options: run_arms(options, ONE, ARMS, calibrate), assemble,
-        as_markdown, arguments=arguments, complete=complete, layout={"indent": 1},
+        as_markdown, arguments=arguments, quick=QUICK, complete=complete, layout={"indent": 1},
     )  # fmt: skip
     raise SystemExit(study.main())

@@ -26,11 +26,11 @@ from _targets_training import (
     score_variants,
     train_learned_token,
 )
-from rounds_study import estimate, quick, settle, show
+from rounds_study import estimate, plain, settle
 from shared.estimates import RESAMPLES, mean_bounds, metric_columns
 from shared.jobs import run
 from shared.study import SAMPLED, Options, Study
-from shared.tables import table
+from shared.tables import show, table
 
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.metrics.arrays import AUROC, BRIER, ECE, WITHIN_QUESTION_AUROC
@@ -43,26 +43,21 @@ WITH_LABELS = ("true labels",)
 # What every variant is held against: the one of the presets, and what the paper trains joint models on.
 AGAINST = {"minus_first": FIRST_VARIANT, "minus_ssc": "SSC"}
 CRITERION = "Brier"
-
-
 SIZES = {
     "questions": (160, "training questions"),
     "responses": (10, "responses a training question"),
     "calibration": (150, "calibration questions"),
     "num_samples": (8, "responses per judged question"),
 }
+QUICK = {"seeds": [0], "questions": 16, "responses": 4, "calibration": 12, "test": [12, 12], "num_samples": 4}
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="bundled", help="folder or name of the model")
     parser.add_argument("--test", type=int, nargs=2, default=[200, 100], help="test questions in and out of domain")
-    quick(parser)
 
 
 def complete(parser: argparse.ArgumentParser, options: Options) -> None:
-    if options.quick:
-        options.seeds, options.questions, options.responses = [0], 16, 4
-        options.calibration, options.test, options.num_samples = 12, [12, 12], 4
     options.splits = dict(zip(SPLITS.values(), [options.calibration, *options.test], strict=True))
 
 
@@ -168,10 +163,6 @@ def change_of(
     return estimate(np.stack([one[metric] - other[metric] for one, other in zip(mine, others, strict=True)]), draws)
 
 
-def plain(entry: Estimate) -> dict[str, float | None]:
-    return {"value": entry.value, "low": entry.low, "high": entry.high}
-
-
 def columns_of(options: Options, split: str, seed: int, scores: Scores) -> dict[str, dict[str, Any]]:
     entries = {name: judged(options, seed, name) for name in options.splits}
     sizes = {name: sum(len(entry.samples) for entry in found) for name, found in entries.items()}
@@ -238,7 +229,7 @@ def as_markdown(study: Mapping[str, Any]) -> str:
 
 if __name__ == "__main__":
     study = Study(
-        "quality/targets_study.py", SIZES, run_jobs, assemble, as_markdown, arguments=arguments, complete=complete,
-        layout={"indent": 1},
+        "quality/targets_study.py", SIZES, run_jobs, assemble, as_markdown, arguments=arguments, quick=QUICK,
+        complete=complete, layout={"indent": 1},
     )  # fmt: skip
     raise SystemExit(study.main())

@@ -347,7 +347,7 @@ def read_pool(plan: Plan, seed: int, split: str) -> RecordedPool:
 
     What is fitted is fitted to the labels of the calibration questions.
     """
-    names = (AWAKE, *(_stored_names()))
+    names = (AWAKE, *SCORED[OUTCOME], *(score_name(model) for model in SCORED if model != OUTCOME))
     calibration, wanted = (
         load_recorded_pool(plan.tests(seed), split=part, confidences=names, texts=False)
         for part in ("calibration", split)
@@ -369,14 +369,7 @@ def spend(pools: Sequence[RecordedPool], priors: Sequence[Floats]) -> dict[str, 
 
 
 def searches(plan: Plan, seeds: Sequence[int]) -> dict[str, Spent]:
-    return {
-        name: _over_seeds([_answered(plan, seed, name) for seed in seeds])
-        for name in SEARCHES
-    }  # fmt: skip
-
-
-def first_questions(pool: RecordedPool, number: int) -> RecordedPool:
-    return replace(pool, entries=pool.entries[:number])
+    return {name: _over_seeds([_answered(plan, seed, name) for seed in seeds]) for name in SEARCHES}
 
 
 def _outcomes(pool: RecordedPool, prior: Floats) -> dict[str, dict[str, Array]]:
@@ -395,46 +388,42 @@ def _outcomes(pool: RecordedPool, prior: Floats) -> dict[str, dict[str, Array]]:
     asked = dict.fromkeys((P_TRUE, AWAKE), pool.query_tokens)
     orders = Reshuffles(pool, list(names), width=width, num_reshuffles=ORDERS, query_tokens=asked)
     curves = evaluate_jobs(orders, jobs)
-    found = {curve.strategy: _settings(curve.outcome) for curve in curves}
+    found = {
+        curve.strategy: {
+            f"{setting:g}": row for setting, row in zip(curve.outcome.grid, _rows(curve.outcome), strict=True)
+        }
+        for curve in curves
+    }
     for name in ("prm", FUSED):
         outcome = next(curve.outcome for curve in curves if curve.strategy == f"best {name}")
         found[f"adaptive {name}"] = {f"{target:g}": _adaptive(outcome, prior, target, width) for target in TARGETS}
     return found
 
 
-def _settings(outcome: GridOutcome) -> dict[str, Array]:
+def _rows(outcome: GridOutcome) -> Array:
+    """Return hits, samples and tokens of each setting and question [G, 3, Q]."""
     if outcome.tokens is None:
         raise ValueError("Expected the length of every response to be known, but got some without.")
-    rows = np.stack([outcome.correct, outcome.samples, outcome.tokens], axis=1)
-    return {f"{setting:g}": row for setting, row in zip(outcome.grid, rows, strict=True)}
+    return np.stack([outcome.correct, outcome.samples, outcome.tokens], axis=1)
 
 
 def _adaptive(best_of_n: GridOutcome, prior: Floats, target: float, width: int) -> Array:
     """Return [3, Q] of best-of-N with the N of each question that its own score asks for, as the strategy does."""
     number = np.minimum(required_samples(prior, target=target), width)
-    columns = np.arange(len(prior))
-    if best_of_n.tokens is None:
-        raise ValueError("Expected the length of every response to be known, but got some without.")
-    parts = (best_of_n.correct, best_of_n.samples, best_of_n.tokens)
-    return np.stack([part[number - 1, columns] for part in parts])
+    return _rows(best_of_n)[number - 1, :, np.arange(len(prior))].T
 
 
 def _answered(plan: Plan, seed: int, name: str) -> Array:
     lines = [json.loads(line) for line in plan.answers(seed, name).read_text().splitlines()]
     rows = sorted(lines, key=lambda line: line["id"])
     return np.array(
-        [[float(bool(row["correct"])), row["samples_generated"], row["tokens_generated"]] for row in rows]
+        [[bool(row["correct"]), row["samples_generated"], row["tokens_generated"]] for row in rows], float
     ).T
 
 
 def _over_seeds(rows: Sequence[Array]) -> Spent:
     weights = resample_weights(rows[0].shape[1], num_resamples=RESAMPLES)
     return Spent(*mean_over_seeds(np.array([row @ weights for row in rows])))
-
-
-def _stored_names() -> list[str]:
-    return [name for model in MODELS if model in SCORED for name in
-            (SCORED[model] if model == OUTCOME else (score_name(model),))]  # fmt: skip
 
 
 def _with_share(entry: QuestionSamples) -> QuestionSamples:

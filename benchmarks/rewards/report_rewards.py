@@ -11,7 +11,7 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
@@ -43,7 +43,6 @@ from _reward_measures import (
     calibration,
     difference,
     estimates,
-    first_questions,
     read_places,
     read_pool,
     run_seed,
@@ -63,12 +62,8 @@ from selfcal_lightning.evaluation.metrics import scored_responses
 from selfcal_lightning.metrics.arrays import WITHIN_QUESTION_AUROC, Floats
 from selfcal_lightning.metrics.bootstrap import Estimate, estimate_of
 
-SEARCHED = {
-    "beam": "beam search",
-    "beam_km": "beam search, width and number by the scores",
-    "trees": "diverse tree search",
-    "particles": "particle filtering",
-}
+SEARCHED = {"beam": "beam search", "beam_km": "beam search, width and number by the scores",
+            "trees": "diverse tree search", "particles": "particle filtering"}  # fmt: skip
 SIZES = {
     "training": (1500, "training questions without rollouts, x 8"),
     "rolled": (250, "training questions with rollouts, x 8"),
@@ -81,13 +76,7 @@ SIZES = {
     "searched": (100, "questions that are searched live"),
     "workers": (2, "seeds at a time, one thread each"),
 }
-SMALL = {"training": 120, "rolled": 20, "id": 30, "ood": 30, "calibration": 20, "rolled_responses": 4, "searched": 15}
-
-
-def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--small", action="store_true", help=f"sizes of a few CPU minutes a seed: {SMALL}")
-    if "--small" in sys.argv[1:]:
-        parser.set_defaults(**SMALL)
+QUICK = {"training": 120, "rolled": 20, "id": 30, "ood": 30, "calibration": 20, "rolled_responses": 4, "searched": 15}
 
 
 def complete(parser: argparse.ArgumentParser, plan: Plan) -> None:
@@ -111,7 +100,7 @@ def assemble(plan: Plan) -> dict[str, Any]:
     }
     priors = {test: [one.priors for one in places[test]["outcome"]] for test in TESTS}
     votes = {test: spend(pools[test], priors[test]) for test in TESTS}
-    searched = [first_questions(pool, plan.searched) for pool in pools["id"]]
+    searched = [replace(pool, entries=pool.entries[: plan.searched]) for pool in pools["id"]]
     beside = spend(searched, [prior[: plan.searched] for prior in priors["id"]])
     live = searches(plan, seeds)
     sizes = plan.sizes("training", "rolled", "num_samples", "rolled_responses", "num_rollouts", "searched")
@@ -468,7 +457,7 @@ def _draw_answers(axes: Axes, votes: Mapping[str, Any]) -> None:
 
 if __name__ == "__main__":
     study = Study(
-        "rewards/report_rewards.py", SIZES, run_jobs, assemble, as_markdown, figure, arguments, complete, Plan,
-        alone=FULL, layout={"dpi": 110},
+        "rewards/report_rewards.py", SIZES, run_jobs, assemble, as_markdown, figure, quick=QUICK,
+        complete=complete, options=Plan, alone=FULL, layout={"dpi": 110},
     )  # fmt: skip
     raise SystemExit(study.main())

@@ -65,6 +65,7 @@ class Study:
         tables: Computes the figures of what is done.
         markdown, figure: Show them.
         arguments: Adds further options.
+        quick: Tiny sizes of ``--quick``, which only show whether it runs.
         complete: Checks the options, and fills in what follows from them.
         collect: The option that runs no job.
         alone: The make target that takes all defaults.
@@ -80,6 +81,7 @@ class Study:
     markdown: Callable[[Any], str]
     figure: Callable[[Any], Figure] | None = None
     arguments: Callable[[argparse.ArgumentParser], None] = lambda parser: None
+    quick: Mapping[str, Any] | None = None
     complete: Callable[[argparse.ArgumentParser, Any], None] = lambda parser, options: None
     options: type[Options] = Options
     collect: str = "--collect"
@@ -114,6 +116,10 @@ class Study:
         parser.add_argument("--results", type=Path, default=RESULTS, help="where the figures go")
         parser.add_argument(self.collect, dest="only_collect", action="store_true", help="run no job")
         self.arguments(parser)
+        if self.quick:
+            parser.add_argument("--quick", action="store_true", help=f"tiny sizes: whether it runs: {self.quick}")
+            if "--quick" in sys.argv[1:]:
+                parser.set_defaults(**self.quick)
         options = parser.parse_args(namespace=self.options(started=time.monotonic()))
         options.command = self.command()
         self.complete(parser, options)

@@ -21,10 +21,13 @@ def triple(found: Estimate, *, digits: int = 4) -> list[float | None]:
     return [None if number is None else round(number, digits) for number in (found.value, found.low, found.high)]
 
 
-def show(entry: Sequence[float | None], sign: str = "", digits: int = 3) -> str:
-    value, low, high = entry
+def show(
+    entry: Sequence[float | None] | Mapping[str, float | None], sign: str = "", digits: int = 3, missing: str = "never"
+) -> str:
+    """Return a value and its interval, which are the three numbers of ``entry`` or those under its three keys."""
+    value, low, high = entry.values() if isinstance(entry, Mapping) else entry
     if value is None:
-        return "never"
+        return missing
     if low is None and high is None:
         return f"{value:{sign}.{digits}f}"
     ends = ("-" if end is None else f"{end:{sign}.{digits}f}" for end in (low, high))

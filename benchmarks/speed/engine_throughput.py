@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from shared.study import RESULTS, ROOT
 from shared.tables import table, write_report
-from shared.timing import open_engine
+from shared.timing import open_engine, requests_of
 
 from selfcal_lightning.data.tasks.word_problems import WordProblems
 from selfcal_lightning.engines.base import Engine, generate
@@ -23,7 +23,7 @@ from selfcal_lightning.engines.transformers.slots import dynamic_temperature
 from selfcal_lightning.engines.vllm.engine import VLLMEngine
 from selfcal_lightning.models.causal_lm import load_causal_lm
 from selfcal_lightning.models.chat_format import ChatFormat, load_tokenizer
-from selfcal_lightning.records import Request, Response, SamplingSettings, sample_seed
+from selfcal_lightning.records import Request, SamplingSettings
 
 TOP = 20  # log-probabilities that it reads the confidence from
 
@@ -71,23 +71,11 @@ BUNDLED = ROOT / "selfcal_lightning" / "assets" / "tiny_solver"
 TRIAL = ROOT.parent / "shared" / "data" / "trial_model"
 
 
-def build_requests(chat: ChatFormat, options: argparse.Namespace, sampling: SamplingSettings) -> list[Request]:
-    return [
-        Request(f"{question.id}/{j}", prompt, sampling, sample_seed(0, 0, question.id, j), chat.query)
-        for question in WordProblems().load("test_id", limit=options.questions)
-        for prompt in [chat.prompt_ids(question.messages)]
-        for j in range(options.samples)
-    ]
-
-
-def count_tokens(responses: list[Response]) -> int:
-    return sum(len(response.token_ids) + (response.finish == "stop") for response in responses)
-
-
 def measure(engine: Engine, requests: list[Request]) -> tuple[float, int]:
     start = time.perf_counter()
     responses = generate(engine, requests)
-    return time.perf_counter() - start, count_tokens(responses)
+    seconds = time.perf_counter() - start
+    return seconds, sum(len(response.token_ids) + (response.finish == "stop") for response in responses)
 
 
 def run(options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -97,7 +85,11 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
         "plain T=0.8": SamplingSettings(edt_scale=None, max_new_tokens=options.max_new_tokens),
         "EDT, top_p=0.95": SamplingSettings(top_p=0.95, max_new_tokens=options.max_new_tokens),
     }
-    requests = {name: build_requests(chat, options, sampling) for name, sampling in settings.items()}
+    questions = WordProblems().load("test_id", limit=options.questions)
+    requests = {
+        name: requests_of(questions, chat, sampling, samples=options.samples, asks=True)
+        for name, sampling in settings.items()
+    }
     engines = {name: open_engine(name, options, chat, num_threads=options.threads) for name in options.engines}
     for engine in engines.values():
         generate(engine, requests["plain T=0.8"][: options.samples])

@@ -21,7 +21,10 @@ WRITERS = {
     "targets_study": "targets_study.as_markdown",
     "training_throughput": "training_throughput.markdown",
     "activated_cost": "activated_cost.markdown",
-    "gpu_training": "gpu_training.table",
+    "rounds_study": "rounds_study.as_markdown",
+    "live_savings": "live_savings.as_markdown",
+    "black_box": "black_box.as_markdown",
+    "domain": "domain_study.as_markdown",
 }
 
 

@@ -34,6 +34,7 @@ from _adapt_tables import (
 )
 from shared.estimates import Measured, difference, mean_over_seeds
 from shared.study import Options, Study
+from shared.tables import triple
 
 from selfcal_lightning.adaptation.evaluation import (
     BEYOND,
@@ -188,13 +189,10 @@ def compare(folder: Path, name: str, seeds: Sequence[int], methods: Sequence[str
     size = min(one.num_samples for group in stores.values() for one in group)
     stores = {label: [one.first(size) for one in group] for label, group in stores.items()}
     pairs = {
-        "TTRL less start": ("start", PLAIN),
-        "round less start": ("start", ROUND),
-        "anchor less start": ("start", ANCHOR),
-        "anchor less TTRL": (PLAIN, ANCHOR),
-        "anchor less round": (ROUND, ANCHOR),
-        "equations less start": ("start", EQUATIONS),
-    }
+        "TTRL less start": ("start", PLAIN), "round less start": ("start", ROUND),
+        "anchor less start": ("start", ANCHOR), "anchor less TTRL": (PLAIN, ANCHOR),
+        "anchor less round": (ROUND, ANCHOR), "equations less start": ("start", EQUATIONS),
+    }  # fmt: skip
     return {
         "levels": {label: level(stores[label], greedy[label], size) for label in stores},
         "changes": {
@@ -261,17 +259,12 @@ def rise_of_rounds(folder: Path, seeds: Sequence[int], sizes: Options) -> dict[s
         return None
     questions = load_sets({"adapted": adapted_on(sizes)})["adapted"]
     stores = [run_folder(folder, PLAIN, seed) / "samples" for seed in seeds]
-    found = [
-        [round_accuracy(store, questions, round=round) for store in stores] for round in (0, sizes.rounds - 1)
-    ]  # fmt: skip
-    return as_json(mean_change(*found))
+    last = sizes.rounds - 1
+    return as_json(mean_change(*([round_accuracy(one, questions, round=r) for one in stores] for r in (0, last))))
 
 
 def as_json(one: Estimate) -> dict[str, float | None]:
-    return {
-        name: None if value is None else round(value, 6)
-        for name, value in {"change": one.value, "low": one.low, "high": one.high}.items()
-    }
+    return dict(zip(("change", "low", "high"), triple(one, digits=6), strict=True))
 
 
 def mean_change(before: Sequence[Floats], after: Sequence[Floats]) -> Estimate:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,7 +24,6 @@ from selfcal_lightning.adaptation.picking import (
     PICK,
     SHARE,
     SSC,
-    SelectedRow,
     SelectionSettings,
     fit_votes,
     score_of,
@@ -74,15 +73,11 @@ def stores(study: Options) -> list[Path]:
 
 def run_jobs(study: Options) -> None:
     for seed, store in enumerate(stores(study)):
-        sample(store, seed, study)
-
-
-def sample(store: Path, seed: int, sizes: Options) -> None:
-    run_generate(
-        "bundled", str(store), "word_problems", split="test_id", limit=sizes.questions, num_samples=sizes.samples,
-        seed=seed, engine=EngineSettings(max_batch=512), sampling=SamplingSettings(max_new_tokens=TOKENS),
-    )  # fmt: skip
-    run_score(list(CRITERIA), str(store))
+        run_generate(
+            "bundled", str(store), "word_problems", split="test_id", limit=study.questions, num_samples=study.samples,
+            seed=seed, engine=EngineSettings(max_batch=512), sampling=SamplingSettings(max_new_tokens=TOKENS),
+        )  # fmt: skip
+        run_score(list(CRITERIA), str(store))
 
 
 def read_pool(store: Path) -> list[QuestionSamples]:
@@ -117,7 +112,7 @@ def _criterion(pools: Sequence[Sequence[QuestionSamples]], name: str, kept: floa
 
 
 def _selection(pools: Sequence[Sequence[QuestionSamples]], settings: SelectionSettings) -> dict[str, Estimate]:
-    return dict(over_seeds([selection_worth(pool, settings) for pool in pools]))
+    return over_seeds([selection_worth(pool, settings) for pool in pools])
 
 
 def _score(pool: Sequence[QuestionSamples], name: str) -> Score:
@@ -167,98 +162,73 @@ def markdown(content: Mapping[str, Any]) -> str:
         f"{sizes['samples']} at the usual sampling (EDT .8), {sizes['seeds']} seed(s): {sizes['responses']:,} "
         f"responses, {sizes['right']:.3f} of them right. Means over seeds, 95 % intervals over questions and seeds."
     )
+    select = {name: heads[name] for name in ("best", "gain", "picked", "kept")}
     elsewhere = [f"| {text} | {where} | not measured here |" for text, where in ELSEWHERE.items()]
     lines = [
         *section("head", [head]),
         *section("targets", [*criteria_table(content["targets"])[:-1], *elsewhere]),
-        *section(
-            "selections", _table("picks, keeps", ("best", "gain", "picked", "kept"), heads, content["selections"])
-        ),
-        *section("criteria", _table("criterion", tuple(heads), heads, content["criteria"])),
+        *section("selections", _table("picks, keeps", select, content["selections"])),
+        *section("criteria", _table("criterion", heads, content["criteria"])),
     ]
     return "\n".join(lines).rstrip("\n") + "\n"
 
 
-def _table(
-    first: str, names: Sequence[str], heads: Mapping[str, str], rows: Mapping[str, Mapping[str, Sequence[float | None]]]
-) -> list[str]:
-    def cell(row: Mapping[str, Sequence[float | None]], name: str) -> str:
-        return show(row[name], sign="+" if name == "gain" else "") if name in row else "-"
-
-    lines = [[f"`{label}`", *(cell(row, name) for name in names)] for label, row in rows.items()]
-    return table([first, *(heads[name] for name in names)], lines)
+def _table(first: str, heads: Mapping[str, str], rows: Mapping[str, Mapping[str, Sequence[float | None]]]) -> list[str]:
+    lines = [
+        [f"`{label}`", *(show(row[name], "+" if name == "gain" else "") if name in row else "-" for name in heads)]
+        for label, row in rows.items()
+    ]
+    return table([first, *heads.values()], lines)
 
 
 Score = Callable[[QuestionSamples, Sample], float | None]
 
 
-@dataclass(frozen=True)
-class Worth:
-    """What was measured of one seed, or its estimates over seeds; of one seed all are columns [1 + R]."""
-
-    best: Floats
-    gain: Floats
-    picked: Floats
-    kept: Floats
+Columns = dict[str, Floats]  # [1 + R] each, of one seed
 
 
-@dataclass(frozen=True)
-class Told:
-    """How well a score tells right from wrong responses, of one seed, [1 + R] each."""
-
-    responses: Floats
-    within: Floats
-
-
-def selection_worth(entries: Sequence[QuestionSamples], settings: SelectionSettings) -> Worth:
+def selection_worth(entries: Sequence[QuestionSamples], settings: SelectionSettings) -> Columns:
     """Select without gold answers, and judge the selection by them.
 
     A resample draws questions of the one selection that was made; it does not select anew.
     """
     rows = select_rows(entries, settings).rows
-    right = np.array([_is_right(entry, row) for entry, row in zip(entries, rows, strict=True)], dtype=np.float64)
+    right = np.array([
+        any(bool(sample.correct) for sample in entry.samples if sample.index == row.index)
+        for entry, row in zip(entries, rows, strict=True)
+    ], dtype=np.float64)  # fmt: skip
     single = np.array([np.mean([bool(sample.correct) for sample in entry.samples]) for entry in entries])
     weights = resample_weights(len(entries), num_resamples=RESAMPLES)
     kept = np.array([row.kept for row in rows], dtype=np.float64)
     share = kept @ weights
     known = [row.keep_score for row in rows if row.keep_score is not None]
     scores = [min(known) - 1.0 if row.keep_score is None else row.keep_score for row in rows]
-    return Worth(
-        best=right @ weights,
-        gain=(right - single) @ weights,
-        picked=_columns(scores, right.astype(bool).tolist(), list(range(len(rows))), AUROC),
-        kept=np.divide((right * kept) @ weights, share, out=np.full_like(share, np.nan), where=share > 0.0),
-    )
+    columns = np.array(scores), right.astype(bool), np.arange(len(rows))
+    return {
+        "best": right @ weights,
+        "gain": (right - single) @ weights,
+        "picked": metric_columns(columns, [AUROC], num_resamples=RESAMPLES)[AUROC],
+        "kept": np.divide((right * kept) @ weights, share, out=np.full_like(share, np.nan), where=share > 0.0),
+    }
 
 
-def score_tells(entries: Sequence[QuestionSamples], score: Score) -> Told:
-    """Judge a score of responses; one without it comes last."""
+def score_tells(entries: Sequence[QuestionSamples], score: Score) -> Columns:
+    """Return how well a score tells right from wrong responses; one without it comes last."""
     rows = [
         (score(entry, sample), bool(sample.correct), number)
         for number, entry in enumerate(entries)
         for sample in entry.samples
     ]
     last = min(value for value, _, _ in rows if value is not None) - 1.0
-    values = [last if value is None else value for value, _, _ in rows]
-    correct, questions = [right for _, right, _ in rows], [number for _, _, number in rows]
-    return Told(
-        _columns(values, correct, questions, AUROC), _columns(values, correct, questions, WITHIN_QUESTION_AUROC)
-    )
+    values, correct, questions = zip(*rows, strict=True)
+    columns = np.array([last if value is None else value for value in values]), np.array(correct), np.array(questions)
+    found = metric_columns(columns, [AUROC, WITHIN_QUESTION_AUROC], num_resamples=RESAMPLES)
+    return {"responses": found[AUROC], "within": found[WITHIN_QUESTION_AUROC]}
 
 
-def over_seeds(found: Sequence[Worth] | Sequence[Told]) -> Mapping[str, Estimate]:
+def over_seeds(found: Sequence[Columns]) -> dict[str, Estimate]:
     """Return estimates by name over seeds: every resample draws questions, the same for all seeds, and seeds."""
-    names = [field.name for field in fields(found[0])]
-    return {name: estimate_of(mean_over_seeds(np.array([getattr(one, name) for one in found]))) for name in names}
-
-
-def _is_right(entry: QuestionSamples, row: SelectedRow) -> bool:
-    return any(bool(sample.correct) for sample in entry.samples if sample.index == row.index)
-
-
-def _columns(values: Sequence[float], correct: Sequence[bool], questions: Sequence[int], metric: str) -> Floats:
-    columns = np.array(values), np.array(correct), np.array(questions)
-    return metric_columns(columns, [metric], num_resamples=RESAMPLES)[metric]
+    return {name: estimate_of(mean_over_seeds(np.array([one[name] for one in found]))) for name in found[0]}
 
 
 Judge = Callable[[str, str, str], float | None]

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import sys
-import urllib.request
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +23,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
-from load import PORT, start_server
+from load import call, serving
 from shared.estimates import metric_columns
 from shared.study import RESULTS
 from shared.tables import show, table, triple, write_report
@@ -112,19 +112,17 @@ def row(
     ]
     total = sum(len(entry.samples) for entry in pool)
     found: dict[str, Any] = {
-        "confidence": name,
-        "responses": responses,
-        "requests": requests,
-        "tokens": round(tokens, 1),
+        "confidence": name, "responses": responses, "requests": requests, "tokens": round(tokens, 1),
         "missing": round(1 - len(cells) / total, 4),
-    }
+    }  # fmt: skip
     if len({right for _, right, _ in cells}) < 2:
         return found | {"auroc": [None, None, None], "brier": [None, None, None]}
     values, correct, question = (np.array(column) for column in zip(*cells, strict=True))
     probability = scaled(values.astype(float), correct, question)
-    auroc = bootstrap_interval(values.astype(float), correct, question, metrics=[AUROC], num_resamples=1000)[AUROC]
-    brier = bootstrap_interval(probability, correct, question, metrics=[BRIER], num_resamples=1000)[BRIER]
-    return found | {"auroc": triple(auroc), "brier": triple(brier)}
+    return found | {
+        key: triple(bootstrap_interval(column, correct, question, metrics=[metric], num_resamples=1000)[metric])
+        for key, column, metric in (("auroc", values.astype(float), AUROC), ("brier", probability, BRIER))
+    }
 
 
 def measure(model: str, store: str, split: str, shown: Sequence[str], limit: int | None) -> dict[str, Any]:
@@ -135,10 +133,7 @@ def measure(model: str, store: str, split: str, shown: Sequence[str], limit: int
     chat = load_chat(options, model, query=DEFAULT_QUERY)
     engine = Counting(open_engine(options, model, chat=chat))
     stated = Verbalized(engine, chat, max_new_tokens=64).score(pool)
-    each = sum(sample.num_tokens or 0 for entry in pool for sample in entry.samples)
-    total = sum(len(entry.samples) for entry in pool)
-    asked = engine.tokens / max(engine.requests, 1)
-    each /= total
+    each, asked = mean_tokens(pool), engine.tokens / max(engine.requests, 1)
 
     numbers = {
         (entry.question.id, sample.index): value
@@ -169,35 +164,35 @@ def measure(model: str, store: str, split: str, shown: Sequence[str], limit: int
         scores = [[confidence_of(sample, name) for sample in entry.samples] for entry in pool]
         asks = name != "mean_logprob"
         rows.append(row(title, pool, scores, 1, int(asks), each + asks * len(chat.query.suffix_ids)))
-    right = sum(bool(sample.correct) for entry in pool for sample in entry.samples) / total
-    counts = {"questions": len(pool), "responses": total, "right": round(right, 4)}
-    return {"model": model, "split": split, **counts, "rows": rows}
+    return {**described(model, split, pool), "rows": rows}
 
 
 def read_by_another(reader: str, adapter: str, store: str, split: str, limit: int | None) -> dict[str, Any]:
     """Ask `/v1/confidence` of a server of ``reader`` about the stored responses of another model."""
     pool = list(load_recorded_pool(store, split=split, limit=limit).entries)
-    command = ["serve", "--model", reader, "--adapter", adapter, "--port", str(PORT), "--name", "reader"]
-    server = start_server(command)
     scores: Scores = []
-    try:
+    with serving("--model", reader, "--adapter", adapter, "--name", "reader"):
         for entry in pool:
             messages = [{"role": message.role, "content": message.content} for message in entry.question.messages]
             bodies = ({"model": "reader", "messages": messages, "response": s.text} for s in entry.samples)
-            scores.append([post("/v1/confidence", body)["confidence"] for body in bodies])
-    finally:
-        server.terminate()
-        server.wait(60)
-    samples = [sample for entry in pool for sample in entry.samples]
-    each = sum(sample.num_tokens or 0 for sample in samples) / len(samples)
-    right = sum(bool(sample.correct) for sample in samples) / len(samples)
+            scores.append([json.loads(call("/v1/confidence", body))["confidence"] for body in bodies])
+    each = mean_tokens(pool)
     likelihood = [[confidence_of(sample, "mean_logprob") for sample in entry.samples] for entry in pool]
     rows = [
         row("read by the other model, /v1/confidence", pool, scores, 1, 1, each),
         row("own likelihood (needs log-probabilities)", pool, likelihood, 1, 0, each),
     ]
-    counts = {"questions": len(pool), "responses": len(samples), "right": round(right, 4)}
-    return {"model": reader, "split": split, **counts, "rows": rows, "above": above(pool, scores, likelihood)}
+    return {**described(reader, split, pool), "rows": rows, "above": above(pool, scores, likelihood)}
+
+
+def mean_tokens(pool: Sequence[QuestionSamples]) -> float:
+    return statistics.fmean(sample.num_tokens or 0 for entry in pool for sample in entry.samples)
+
+
+def described(model: str, split: str, pool: Sequence[QuestionSamples]) -> dict[str, Any]:
+    verdicts = [bool(sample.correct) for entry in pool for sample in entry.samples]
+    right = round(statistics.fmean(verdicts), 4)
+    return {"model": model, "split": split, "questions": len(pool), "responses": len(verdicts), "right": right}
 
 
 def above(pool: Sequence[QuestionSamples], scores: Scores, others: Scores) -> list[float | None]:
@@ -215,33 +210,18 @@ def above(pool: Sequence[QuestionSamples], scores: Scores, others: Scores) -> li
     return triple(estimate_of(first - second))
 
 
-def post(path: str, body: dict[str, Any]) -> Any:
-    request = urllib.request.Request(f"http://127.0.0.1:{PORT}{path}", json.dumps(body).encode())
-    with urllib.request.urlopen(request) as answer:  # noqa: S310
-        return json.load(answer)
-
-
 def as_markdown(report: dict[str, Any]) -> str:
     heads = ("confidence", "responses", "further requests", "tokens", "missing", "AUROC", "Brier, scaled")
     lines = ["# Confidences of models behind an API", ""]
     for name, found in report["stores"].items():
         size = f"{found['questions']} questions, {found['responses']} responses, {found['right']:.1%} right."
         lines += [f"## {name}", "", f"`{found['command']}`", "", size, ""]
-        lines += table(
-            heads,
-            [
-                (
-                    r["confidence"],
-                    str(r["responses"]),
-                    f"{r['requests']:g}",
-                    f"{r['tokens']:.0f}",
-                    f"{r['missing']:.0%}",
-                    show(r["auroc"]),
-                    show(r["brier"]),
-                )
-                for r in found["rows"]
-            ],
-        )
+        rows = [
+            [r["confidence"], str(r["responses"]), f"{r['requests']:g}", f"{r['tokens']:.0f}", f"{r['missing']:.0%}",
+             show(r["auroc"]), show(r["brier"])]
+            for r in found["rows"]
+        ]  # fmt: skip
+        lines += table(heads, rows)
         if "above" in found:
             lines += ["", f"AUROC of the reader above the likelihood, paired: {show(found['above'], '+')}."]
         lines.append("")

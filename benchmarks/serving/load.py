@@ -19,7 +19,8 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -62,9 +63,14 @@ def memory_mib(pid: int) -> float:
     return int(re.search(r"VmRSS:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())[1]) / 1024
 
 
+def call(path: str, body: dict[str, Any] | None = None) -> str:
+    data = None if body is None else json.dumps(body).encode()
+    with urllib.request.urlopen(f"http://127.0.0.1:{PORT}{path}", data) as answer:
+        return answer.read().decode()
+
+
 def metric(name: str) -> float:
-    with urllib.request.urlopen(f"http://127.0.0.1:{PORT}/metrics") as answer:
-        lines = answer.read().decode().splitlines()
+    lines = call("/metrics").splitlines()
     return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith((f"{name} ", f"{name}{{")))
 
 
@@ -121,19 +127,30 @@ async def load(
         return found, time.perf_counter() - began, memory
 
 
-BUNDLED = ("serve", "--model", "bundled", "--port", str(PORT), "--task", "word_problems")
+BUNDLED = ("--model", "bundled", "--task", "word_problems")
 
 
-def start_server(arguments: Sequence[str] = BUNDLED) -> subprocess.Popen[bytes]:
-    """Start the server and wait until it is ready."""
-    server = subprocess.Popen([sys.executable, "-m", "selfcal_lightning", *arguments], stderr=subprocess.DEVNULL)
-    while server.poll() is None:
-        try:
-            urllib.request.urlopen(f"http://127.0.0.1:{PORT}/ready")
-            return server
-        except OSError:
+@contextmanager
+def serving(*arguments: str) -> Iterator[subprocess.Popen[bytes]]:
+    """Start the server, wait until it is ready, and end it on leaving."""
+    command = [sys.executable, "-m", "selfcal_lightning", "serve", "--port", str(PORT), *arguments]
+    server = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    try:
+        while not is_ready():
+            if server.poll() is not None:
+                raise RuntimeError(f"The server ended with status {server.returncode} before it was ready.")
             time.sleep(0.2)
-    raise RuntimeError(f"The server ended with status {server.returncode} before it was ready.")
+        yield server
+    finally:
+        server.terminate()
+        server.wait(60)
+
+
+def is_ready() -> bool:
+    try:
+        return bool(call("/ready"))
+    except OSError:
+        return False
 
 
 def main() -> None:
@@ -145,8 +162,7 @@ def main() -> None:
     questions = [*task.load("train", limit=given.requests)]
     seconds, tokens = Library().run(questions)
     print(f"library: {seconds:.1f} s, {sum(tokens.values()):,} tokens")
-    server = start_server()
-    try:
+    with serving(*BUNDLED) as server:
         rng = random.Random(1)
         plain = [rng.choice(["whole", "stream"]) for _ in questions]
         answered, whole_seconds, memory = asyncio.run(load(questions, plain, server.pid))
@@ -157,9 +173,6 @@ def main() -> None:
         while metric("selfcal_queue") and time.time() < until:
             time.sleep(0.1)
         queue, cancelled = metric("selfcal_queue"), metric("selfcal_cancelled_tokens") - before
-    finally:
-        server.terminate()
-        status = server.wait(60)
     gone = [one for one in found if one.get("gone")]
     names = [one["request"] for one in [*answered, *found] if "request" in one]
     late = [one for one in found if one["kind"] == "deadline"]
@@ -183,7 +196,7 @@ def main() -> None:
         },
         "lost": sum("request" not in o and not o.get("gone") and o["status"] != 504 for o in [*answered, *found]),
         "answered_twice": len(names) - len(set(names)) + sum(o.get("answers", 1) != 1 for o in [*answered, *found]),
-        "left_in_the_queue": queue, "exit_status": status,
+        "left_in_the_queue": queue, "exit_status": server.returncode,
         "memory_mib_every_250_requests": [*memory, *more_memory],
         "client_memory_mib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, 1),
     }  # fmt: skip

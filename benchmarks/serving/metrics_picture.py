@@ -10,36 +10,24 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import subprocess
-import sys
 import tempfile
-import time
-import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import matplotlib as mpl
 import matplotlib.pyplot as plt
+from load import BUNDLED, STRATEGY, call, serving
 
 from selfcal_lightning.data.tasks.registry import get_task
 from selfcal_lightning.records import Question
 
-PORT = 8766
 BLUE, ORANGE = "#3465a4", "#c4570e"
-
-
-def call(path: str, body: dict[str, Any] | None = None) -> str:
-    data = None if body is None else json.dumps(body).encode()
-    with urllib.request.urlopen(f"http://127.0.0.1:{PORT}{path}", data) as answer:
-        return answer.read().decode()
 
 
 def ask(question: Question) -> None:
     """Ask a question and send the label."""
     turn = {"role": "user", "content": question.messages[-1].content}
-    options = {"strategy": "early_stopping", "threshold": 0.8, "max_samples": 4}
-    found = json.loads(call("/v1/chat/completions", {"model": "bundled", "messages": [turn], "selfcal": options}))
+    found = json.loads(call("/v1/chat/completions", {"model": "bundled", "messages": [turn], "selfcal": STRATEGY}))
     right = found["selfcal"]["answer"] == question.reference
     call("/v1/feedback", {"request_id": found["id"], "correct": right})
 
@@ -63,25 +51,16 @@ def main() -> None:
     parser.add_argument("--adapter")
     given = parser.parse_args()
     questions = get_task("word_problems").load("test_id", limit=240)
-    command = [sys.executable, "-m", "selfcal_lightning", "serve", "--model", "bundled", "--task", "word_problems"]
-    command += ["--port", str(PORT)] + ([] if given.adapter is None else ["--adapter", given.adapter])
-    with tempfile.TemporaryDirectory() as folder:
-        server = subprocess.Popen([*command, "--feedback_dir", folder], stderr=subprocess.DEVNULL)
-        try:
-            while True:
-                try:
-                    call("/ready")
-                    break
-                except OSError:
-                    time.sleep(0.2)
-            history = []
-            with ThreadPoolExecutor(24) as clients:
-                for start in range(0, len(questions), 24):
-                    list(clients.map(ask, questions[start : start + 24]))
-                    history.append(read_metrics())
-        finally:
-            server.terminate()
-            server.wait(60)
+    adapter = () if given.adapter is None else ("--adapter", given.adapter)
+    history = []
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        serving(*BUNDLED, *adapter, "--feedback_dir", folder),
+        ThreadPoolExecutor(24) as clients,
+    ):
+        for start in range(0, len(questions), 24):
+            list(clients.map(ask, questions[start : start + 24]))
+            history.append(read_metrics())
     mpl.rcParams.update({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
     figure, axes = plt.subplots(1, 3, figsize=(9.5, 2.8), layout="constrained")
     for axis, name, title in ((axes[0], "confidence", "stated confidence"), (axes[1], "samples_per_answer", "samples")):

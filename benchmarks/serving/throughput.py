@@ -18,7 +18,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ["OMP_NUM_THREADS"] = "1"
 
-from load import CLIENTS, Library, load, start_server
+from load import BUNDLED, CLIENTS, Library, load, serving
 from shared.timing import cpu_seconds
 
 from selfcal_lightning.data.tasks.registry import get_task
@@ -31,10 +31,9 @@ def main() -> None:
     parser.add_argument("--block_size", type=int, default=320)
     given = parser.parse_args()
     questions = get_task("word_problems").load("train", limit=given.blocks * given.block_size)
-    server = start_server()
     library = Library()
     rows = []
-    try:
+    with serving(*BUNDLED) as server:
         for start in range(0, len(questions), given.block_size):
             block = questions[start : start + given.block_size]
             before = cpu_seconds()
@@ -49,9 +48,6 @@ def main() -> None:
                 "library_cpu_seconds": round(own_cpu, 2), "server_cpu_seconds": round(cpu, 2),
             })  # fmt: skip
             print(rows[-1])
-    finally:
-        server.terminate()
-        server.wait(60)
     total = {name: round(sum(row[name] for row in rows), 2) for name in rows[0]}
     result = {
         "command": "python benchmarks/serving/throughput.py", "cores": os.cpu_count(), "threads": 1,

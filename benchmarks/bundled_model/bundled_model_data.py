@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -175,10 +175,6 @@ class Schedule:
     drills_until: float = 0.1
     short_until: float = 0.45
 
-    def lr_factor(self, step: int) -> float:
-        progress = (step + 1) / self.steps
-        return max(0.0, min(1.0, progress / self.warmup, (1.0 - progress) / (1.0 - self.decay_from)))
-
 
 def train_tokenizer(seed: int) -> PreTrainedTokenizerFast:
     """Train a byte-level BPE in which every digit, sign and control token stands alone."""
@@ -253,8 +249,7 @@ def stream_batches(
             ids = [token for piece in encoded for token in piece]
             learnt = [flag for piece, (_, flag) in zip(encoded, parts, strict=True) for _ in piece]
             examples.append((ids[:CONTEXT], learnt[:CONTEXT]))
-        examples.sort(key=_length)
-        batches = list(cut_batches(examples, schedule.batch_tokens, _length))
+        batches = list(cut_batches(examples, schedule.batch_tokens, lambda example: len(example[0])))
         rng.shuffle(batches)
         for batch in batches:
             ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(i) for i, _ in batch], batch_first=True)
@@ -263,15 +258,12 @@ def stream_batches(
             step += 1
 
 
-def cut_batches(examples: Sequence[Row], tokens: int, length: Callable[[Row], int]) -> Iterator[list[Row]]:
+def cut_batches(examples: Iterable[Row], tokens: int, length: Callable[[Row], int]) -> Iterator[list[Row]]:
+    """Cut examples, sorted by length, into batches of at most ``tokens`` with padding."""
     batch: list[Row] = []
-    for example in examples:
+    for example in sorted(examples, key=length):
         if batch and (len(batch) + 1) * length(example) > tokens:
             yield batch
             batch = []
         batch.append(example)
     yield batch
-
-
-def _length(example: tuple[list[int], list[bool]]) -> int:
-    return len(example[0])

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import math
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 import torch
+from shared.tables import triple
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from selfcal_lightning.data.tasks.word_problems import Problem, WordProblems
@@ -89,13 +94,17 @@ def measure(drawn: Sequence[Drawn]) -> Figures:
         groups[sample.question].append(sample)
 
     def mean_over_questions(figure: Callable[[Sequence[Drawn]], float]) -> Estimate:
-        return interval_of_mean([figure(group) for group in groups.values()])
+        values = np.array([figure(group) for group in groups.values()], dtype=np.float64)
+        resampled = np.concatenate([counts @ values for counts in resample_counts(len(values))]) / len(values)
+        return Estimate.from_resamples(float(values.mean()), resampled)
 
     estimates = {
         "pass_at_1": scored[PASS_AT_1],
         "majority": mean_over_questions(majority_is_right),
         "majority_gain": mean_over_questions(lambda group: majority_is_right(group) - share_right(group)),
-        "weighted_vote_gain": mean_over_questions(weighted_vote_gain),
+        "weighted_vote_gain": mean_over_questions(
+            lambda group: majority_is_right(group, weighted=True) - majority_is_right(group)
+        ),
         "always_right": mean_over_questions(lambda group: share_right(group) == 1.0),
         "never_right": mean_over_questions(lambda group: share_right(group) == 0.0),
         "mixed_questions": mean_over_questions(lambda group: 0.0 < share_right(group) < 1.0),
@@ -108,13 +117,8 @@ def measure(drawn: Sequence[Drawn]) -> Figures:
         "within_auroc_logprob": likelihood[WITHIN_QUESTION_AUROC],
         "unreadable": mean_over_questions(lambda group: float(np.mean([sample.answer is None for sample in group]))),
     }
-    return {name: _rounded(estimate) for name, estimate in estimates.items()}
-
-
-def interval_of_mean(per_question: Sequence[float]) -> Estimate:
-    values = np.asarray(per_question, dtype=np.float64)
-    resampled = np.concatenate([counts @ values for counts in resample_counts(len(values))]) / len(values)
-    return Estimate.from_resamples(float(values.mean()), resampled)
+    ends = ("value", "low", "high")
+    return {name: dict(zip(ends, triple(estimate), strict=True)) for name, estimate in estimates.items()}
 
 
 def share_right(group: Sequence[Drawn]) -> float:
@@ -134,10 +138,6 @@ def majority_is_right(group: Sequence[Drawn], *, weighted: bool = False) -> floa
     return float(bool(votes) and any(sample.correct for sample in group if sample.answer == votes.most_common(1)[0][0]))
 
 
-def weighted_vote_gain(group: Sequence[Drawn]) -> float:
-    return majority_is_right(group, weighted=True) - majority_is_right(group)
-
-
 def evaluate(folder: Path, *, questions: int, samples: int, seed: int) -> dict[str, Figures]:
     chat = ChatFormat(load_tokenizer(str(folder)))
     model = AutoModelForCausalLM.from_pretrained(
@@ -154,40 +154,21 @@ def evaluate(folder: Path, *, questions: int, samples: int, seed: int) -> dict[s
     return columns
 
 
-def _rounded(estimate: Estimate) -> dict[str, float | None]:
-    fields = asdict(estimate)
-    return {key: None if fields[key] is None else round(fields[key], 4) for key in ("value", "low", "high")}
-
-
-COLUMN = "test_id, EDT"
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    figure: str
-    low: float = float("-inf")
-    high: float = float("inf")
-
-    def is_met(self, figures: Figures) -> bool:
-        value = figures[self.figure]["value"]
-        return value is not None and self.low <= value <= self.high
-
-
-TARGETS = (
-    Target("within_auroc_p_true", low=0.70),
-    Target("auroc_p_true", low=0.80),
-    Target("overconfidence", low=0.15),
-    Target("pass_at_1", low=0.40, high=0.55),
-    Target("majority_gain", low=0.08),
-    Target("unreadable", high=0.02),
-)
+# Lowest and highest value of a figure in domain, with EDT.
+TARGETS = {
+    "within_auroc_p_true": (0.70, math.inf),
+    "auroc_p_true": (0.80, math.inf),
+    "overconfidence": (0.15, math.inf),
+    "pass_at_1": (0.40, 0.55),
+    "majority_gain": (0.08, math.inf),
+    "unreadable": (-math.inf, 0.02),
+}
 
 
 def unmet_targets(columns: dict[str, Figures]) -> list[str]:
-    figures = columns[COLUMN]
-    sentences = []
-    for target in TARGETS:
-        if not target.is_met(figures):
-            value = figures[target.figure]["value"]
-            sentences.append(f"Expected `{target.figure}` to lie in [{target.low}, {target.high}], but got {value}.")
-    return sentences
+    values = {name: figure["value"] for name, figure in columns["test_id, EDT"].items()}
+    return [
+        f"Expected `{name}` to lie in [{low}, {high}], but got {values[name]}."
+        for name, (low, high) in TARGETS.items()
+        if values[name] is None or not low <= values[name] <= high
+    ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from bundled_model_data import CONTEXT, Schedule, stream_batches
@@ -73,6 +74,16 @@ def build_optimizers(
     return optimizers
 
 
+def step_optimizers(optimizers: Sequence[tuple[torch.optim.Optimizer, float]], step: int, schedule: Any) -> None:
+    """Take a step at the rates of a `Schedule` or a `Lesson`."""
+    progress = (step + 1) / schedule.steps
+    factor = min(1.0, progress / schedule.warmup, (1.0 - progress) / (1.0 - schedule.decay_from))
+    for optimizer, rate in optimizers:
+        optimizer.param_groups[0]["lr"] = rate * max(0.0, factor)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def train(
     model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, schedule: Schedule, seed: int
 ) -> LlamaForCausalLM:
@@ -87,10 +98,7 @@ def train(
             logits = model.lm_head(hidden[:, :-1][learnt[:, 1:]])
         loss = functional.cross_entropy(logits.float(), ids[:, 1:][learnt[:, 1:]])
         loss.backward()
-        for optimizer, rate in optimizers:
-            optimizer.param_groups[0]["lr"] = rate * schedule.lr_factor(step)
-            optimizer.step()
-            optimizer.zero_grad()
+        step_optimizers(optimizers, step, schedule)
         num_tokens += ids.numel()
         recent.append(loss.item())
         if (step + 1) % PROGRESS_EVERY == 0 or step + 1 == schedule.steps:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from bundled_model_data import FULL, cut_batches, mark_wrong_characters, write_problem_parts
 from bundled_model_measuring import SAMPLING, Drawn, draw_responses
-from bundled_model_training import PROGRESS_EVERY, attend_plainly, build_optimizers
+from bundled_model_training import PROGRESS_EVERY, attend_plainly, build_optimizers, step_optimizers
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
@@ -94,22 +94,17 @@ def write_rehearsals(chat: ChatFormat, *, number: int, seed: str) -> list[Turn]:
 
 
 def batch_turns(turns: Sequence[Turn], *, tokens: int, rng: random.Random) -> Iterator[TurnBatch]:
-    batches = list(cut_batches(sorted(turns, key=_length), tokens, _length))
+    batches = list(cut_batches(turns, tokens, lambda turn: len(turn.token_ids)))
     rng.shuffle(batches)
     for batch in batches:
         yield TurnBatch(
             pad_sequence([torch.tensor(turn.token_ids) for turn in batch], batch_first=True),
             pad_sequence([torch.tensor(turn.kinds) for turn in batch], batch_first=True, padding_value=IGNORED),
             pad_sequence(
-                [torch.tensor(turn.marks, dtype=torch.float32) for turn in batch],
-                batch_first=True,
+                [torch.tensor(turn.marks, dtype=torch.float32) for turn in batch], batch_first=True,
                 padding_value=UNMARKED,
             ),
-        )
-
-
-def _length(turn: Turn) -> int:
-    return len(turn.token_ids)
+        )  # fmt: skip
 
 
 UPPER_LAYERS = 2
@@ -132,23 +127,12 @@ class Lesson:
     rehearsals: float = 0.5
     batch_tokens: int = 2_500
 
-    def lr_factor(self, step: int) -> float:
-        progress = (step + 1) / self.steps
-        return max(0.0, min(1.0, progress / self.warmup, (1.0 - progress) / (1.0 - self.decay_from)))
-
 
 VERIFYING = Lesson("verifying", problems=5_000, steps=1_500)
 BELIEVING = Lesson(
-    "believing",
-    problems=2_100,
-    steps=300,
-    muon_lr=0.003,
-    adam_lr=1e-3,
-    warmup=0.06,
-    decay_from=0.3,
-    mark_weight=0.0,
-    yes_weight=16.0,
-)
+    "believing", problems=2_100, steps=300, muon_lr=0.003, adam_lr=1e-3, warmup=0.06, decay_from=0.3,
+    mark_weight=0.0, yes_weight=16.0,
+)  # fmt: skip
 
 
 def add_upper_layers(model: LlamaForCausalLM, *, seed: int) -> LlamaForCausalLM:
@@ -202,10 +186,7 @@ def give_lesson(model: LlamaForCausalLM, chat: ChatFormat, lesson: Lesson, *, se
         losses = _losses(model, read_outs, batch, lesson.yes_weight)
         weights = torch.tensor([1.0, lesson.verdict_weight, lesson.mark_weight])
         (losses @ weights).backward()
-        for optimizer, rate in optimizers:
-            optimizer.param_groups[0]["lr"] = rate * lesson.lr_factor(step)
-            optimizer.step()
-            optimizer.zero_grad()
+        step_optimizers(optimizers, step, lesson)
         recent.append(losses.detach())
         if (step + 1) % PROGRESS_EVERY == 0 or step + 1 == lesson.steps:
             answers, verdicts, marks = torch.stack(recent).mean(0).tolist()

@@ -31,6 +31,7 @@ from bundled_model_data import FORGETTING, Schedule, train_tokenizer
 from bundled_model_measuring import evaluate, unmet_targets
 from bundled_model_training import build_model, save, train
 from bundled_model_verification import BELIEVING, VERIFYING, Lesson, add_upper_layers, give_lesson
+from shared.tables import show, table
 from transformers import LlamaForCausalLM
 
 from selfcal_lightning.core.files import is_empty_folder, json_object_or_none
@@ -61,7 +62,8 @@ def run_stages(
 ) -> tuple[LlamaForCausalLM, list[StageRecord]]:
     records: list[StageRecord] = []
     for stage in stages:
-        kept = load_record(folder / stage.name) if resume else None
+        record = folder / stage.name / RECORD
+        kept = StageRecord(**json.loads(record.read_text())) if resume and record.exists() else None
         resume = kept is not None and (kept.seed, kept.settings) == (seed, asdict(stage.settings))
         if kept is not None and resume:
             print(f"{stage.name}: taken over from {folder / stage.name}", flush=True)
@@ -86,11 +88,6 @@ def keep_stage(folder: Path, model: LlamaForCausalLM, record: StageRecord) -> No
     (folder / RECORD).write_text(json.dumps(asdict(record), indent=2) + "\n")
 
 
-def load_record(folder: Path) -> StageRecord | None:
-    path = folder / RECORD
-    return StageRecord(**json.loads(path.read_text())) if path.exists() else None
-
-
 LABELS = {
     "pass_at_1": "pass@1",
     "majority": "majority vote",
@@ -110,25 +107,16 @@ LABELS = {
 }
 
 
-def format_figure(figure: dict[str, float | None]) -> str:
-    value, low, high = (figure[key] for key in ("value", "low", "high"))
-    return "-" if value is None else f"{value:.3f} [{low:.3f}, {high:.3f}]"
-
-
-def describe_stage(stage: dict[str, Any]) -> str:
-    origin = " (by an earlier run, taken over)" if stage["taken_over"] else ""
-    return f"{stage['settings']['steps']:,} {stage['name']}{origin}"
-
-
 def write_card(folder: Path, report: dict[str, Any]) -> None:
     figures = report["figures"]
-    columns = list(figures)
-    head = ["| | " + " | ".join(columns) + " |", "|---|" + "---|" * len(columns)]
     rows = [
-        f"| {label} | " + " | ".join(format_figure(figures[column][key]) for column in columns) + " |"
-        for key, label in LABELS.items()
-    ]
-    steps = ", ".join(describe_stage(stage) for stage in report["stages"])
+        [label, *(show(column[key], missing="-") for column in figures.values())] for key, label in LABELS.items()
+    ]  # fmt: skip
+    steps = ", ".join(
+        f"{stage['settings']['steps']:,} {stage['name']}"
+        f"{' (by an earlier run, taken over)' if stage['taken_over'] else ''}"
+        for stage in report["stages"]
+    )
     minutes, processor_minutes = (
         sum(stage[key] for stage in report["stages"]) for key in ("minutes", "processor_minutes")
     )
@@ -160,11 +148,12 @@ Measured on these files in float32 with {report["questions"]} questions x {repor
 95 % intervals over questions. EDT is entropy-based dynamic temperature .8/.8/1.0; T=1 is plain sampling.
 
 """
-    (folder / "README.md").write_text(text + "\n".join([*head, *rows]) + "\n")
+    (folder / "README.md").write_text(text + "\n".join(table(["", *figures], rows, left=1 + len(figures))) + "\n")
 
 
 ROOT = Path(__file__).resolve().parents[2]
 OUTPUT = ROOT / "selfcal_lightning" / "assets" / "tiny_solver"
+BUILD = Path(tempfile.gettempdir()) / "tiny_solver_build"
 REPORT = "metrics.json"
 
 
@@ -196,12 +185,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=5_000, help="optimiser steps of the generator")
     parser.add_argument("--questions", type=int, default=500, help="test questions a split")
     parser.add_argument("--samples", type=int, default=16, help="responses a question")
-    parser.add_argument(
-        "--build",
-        type=Path,
-        default=Path(tempfile.gettempdir()) / "tiny_solver_build",
-        help="where to build before moving: a folder for each stage, and one for the model",
-    )
+    parser.add_argument("--build", type=Path, default=BUILD, help="where the stages and the model are built")
     parser.add_argument("--output", type=Path, default=OUTPUT, help="folder to replace")
     begin = parser.add_mutually_exclusive_group()
     begin.add_argument("--resume", action="store_true", help="take over the finished stages that lie in --build")
@@ -221,37 +205,26 @@ def make(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     chat = ChatFormat(load_tokenizer(str(folder)))
     schedule = Schedule(arguments.steps)
 
-    def answer(model: LlamaForCausalLM) -> LlamaForCausalLM:
-        return train(model, tokenizer, schedule, arguments.seed)
+    seed = arguments.seed
 
     def verify(model: LlamaForCausalLM) -> LlamaForCausalLM:
-        return give_lesson(add_upper_layers(model, seed=arguments.seed), chat, VERIFYING, seed=arguments.seed)
-
-    def believe(model: LlamaForCausalLM) -> LlamaForCausalLM:
-        return give_lesson(model, chat, BELIEVING, seed=arguments.seed)
+        return give_lesson(add_upper_layers(model, seed=seed), chat, VERIFYING, seed=seed)
 
     stages = (
-        Stage("answering", schedule, answer),
+        Stage("answering", schedule, lambda model: train(model, tokenizer, schedule, seed)),
         Stage(VERIFYING.name, VERIFYING, verify),
-        Stage(BELIEVING.name, BELIEVING, believe),
+        Stage(BELIEVING.name, BELIEVING, lambda model: give_lesson(model, chat, BELIEVING, seed=seed)),
     )
-    untrained = build_model(tokenizer, arguments.seed)
-    model, records = run_stages(stages, untrained, folder=arguments.build, seed=arguments.seed, resume=arguments.resume)
+    untrained = build_model(tokenizer, seed)
+    model, records = run_stages(stages, untrained, folder=arguments.build, seed=seed, resume=arguments.resume)
     save(model, tokenizer, folder)
     return {
         "command": command,
-        "seed": arguments.seed,
+        "seed": seed,
         "parameters": model.num_parameters(),
         "torch": torch.__version__,
         "stages": [asdict(record) for record in records],
     }
-
-
-def measure_into(report: dict[str, Any], folder: Path, arguments: argparse.Namespace) -> None:
-    started = time.process_time()
-    report["questions"], report["samples"] = arguments.questions, arguments.samples
-    report["figures"] = evaluate(folder, questions=arguments.questions, samples=arguments.samples, seed=arguments.seed)
-    report["measure_processor_minutes"] = round((time.process_time() - started) / 60, 1)
 
 
 def main() -> None:
@@ -266,7 +239,10 @@ def main() -> None:
     else:
         report = make(arguments, folder)
         report_path.write_text(json.dumps(report, indent=2) + "\n")
-    measure_into(report, folder, arguments)
+    started = time.process_time()
+    report |= {"questions": arguments.questions, "samples": arguments.samples}
+    report["figures"] = evaluate(folder, questions=arguments.questions, samples=arguments.samples, seed=arguments.seed)
+    report["measure_processor_minutes"] = round((time.process_time() - started) / 60, 1)
     report_path.write_text(json.dumps(report, indent=2) + "\n")
     write_card(folder, report)
     if unmet := unmet_targets(report["figures"]):

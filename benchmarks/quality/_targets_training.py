@@ -82,15 +82,11 @@ def adapter_names() -> dict[str, str]:
 def fit_teacher(options: Options, seed: int) -> Fusion:
     path = options.folder(seed) / "teacher.json"
     if not path.exists():
-        chosen = training_questions(options)
+        data = SSCDataModule(options.model, "unused", train=training_sources(options))
+        chosen = {question.id for question in data.questions("train")}
         pool = [entry for entry in train_store(options, seed).samples(split="train") if entry.question.id in chosen]
         fit_fusion(pool, target="vote_share").save(path)
     return Fusion.load(path)
-
-
-def training_questions(options: Options) -> set[str]:
-    data = SSCDataModule(options.model, "unused", train=training_sources(options))
-    return {question.id for question in data.questions("train")}
 
 
 def training_sources(options: Options) -> list[QuestionSource]:

@@ -156,10 +156,9 @@ def assemble(options: Options) -> dict[str, Any]:
 
 def arm_values(options: Options, first: str, arms: Mapping[str, Any], difference: str) -> dict[str, dict[str, Any]]:
     columns = {arm: np.stack([test_values(options, arm, seed) for seed in options.seeds]) for arm in (BASE, *arms)}
-    draws = np.random.default_rng(0).integers(len(options.seeds), size=(RESAMPLES, len(options.seeds)))
 
     def estimates(values: np.ndarray) -> dict[str, Any]:
-        return {name: estimate(values[:, i], draws) for i, name in enumerate(METRICS)}
+        return {name: estimate(values[:, i]) for i, name in enumerate(METRICS)}
 
     found: dict[str, dict[str, Any]] = {}
     for arm, values in columns.items():
@@ -181,8 +180,9 @@ def test_values(options: argparse.Namespace, arm: str, seed: int) -> np.ndarray:
     return np.stack(list(metric_columns(columns, list(METRICS.values()), num_resamples=RESAMPLES).values()))
 
 
-def estimate(columns: np.ndarray, draws: np.ndarray) -> dict[str, float | None]:
+def estimate(columns: np.ndarray) -> dict[str, float | None]:
     """Return the mean over seeds and its 95 % interval over resampled questions and resampled seeds."""
+    draws = np.random.default_rng(0).integers(len(columns), size=(RESAMPLES, len(columns)))
     resampled = columns[:, 1:][draws.T, np.arange(columns.shape[1] - 1)].mean(axis=0)
     return plain(Estimate.from_resamples(float(columns[:, 0].mean()), resampled))
 

@@ -120,8 +120,7 @@ def judged(options: Options, seed: int, split: str) -> list[Any]:
 
 def assemble(options: Options) -> dict[str, Any]:
     scores = {seed: read_scores(options, seed) for seed in options.seeds}
-    draws = np.random.default_rng(0).integers(len(options.seeds), size=(RESAMPLES, len(options.seeds)))
-    tables = {title: table_of(options, split, scores, draws) for title, split in SPLITS.items()}
+    tables = {title: table_of(options, split, scores) for title, split in SPLITS.items()}
     return {
         "sizes": options.sizes("questions", "responses", "calibration", "test", "num_samples", "seeds"),
         "learning_rate": LEARNING_RATE,
@@ -133,34 +132,32 @@ def assemble(options: Options) -> dict[str, Any]:
     }
 
 
-def table_of(
-    options: Options, split: str, scores: Mapping[int, Scores], draws: np.ndarray
-) -> dict[str, dict[str, Any]]:
+def table_of(options: Options, split: str, scores: Mapping[int, Scores]) -> dict[str, dict[str, Any]]:
     """Return each variant's values on a split, and what they differ by from those that it is held against."""
     parts = [columns_of(options, split, seed, scores[seed]) for seed in options.seeds]
     rows = {}
     for variant in parts[0]:
         mine = [part[variant] for part in parts]
-        rows[variant] = {"values": {short: value_of(mine, metric, draws) for short, metric in METRICS.items()}}
+        rows[variant] = {"values": {short: value_of(mine, metric) for short, metric in METRICS.items()}}
         for name, against in AGAINST.items():
             others = [part[against] for part in parts]
-            rows[variant][name] = {short: change_of(mine, others, metric, draws) for short, metric in METRICS.items()}
+            rows[variant][name] = {short: change_of(mine, others, metric) for short, metric in METRICS.items()}
     return rows
 
 
-def value_of(mine: Sequence[Mapping[str, Any]], metric: str, draws: np.ndarray) -> dict[str, float | None]:
+def value_of(mine: Sequence[Mapping[str, Any]], metric: str) -> dict[str, float | None]:
     if metric == ECE:
         return plain(Estimate.from_bounds(mean_bounds([one[ECE] for one in mine]), least=0.0, most=1.0))
-    return estimate(np.stack([one[metric] for one in mine]), draws)
+    return estimate(np.stack([one[metric] for one in mine]))
 
 
 def change_of(
-    mine: Sequence[Mapping[str, Any]], others: Sequence[Mapping[str, Any]], metric: str, draws: np.ndarray
+    mine: Sequence[Mapping[str, Any]], others: Sequence[Mapping[str, Any]], metric: str
 ) -> dict[str, float | None]:
     if metric == ECE:
         errors, theirs = (mean_bounds([one[ECE] for one in side]) for side in (mine, others))
         return plain(Estimate.from_bounds(errors.minus(theirs), least=-1.0, most=1.0))
-    return estimate(np.stack([one[metric] - other[metric] for one, other in zip(mine, others, strict=True)]), draws)
+    return estimate(np.stack([one[metric] - other[metric] for one, other in zip(mine, others, strict=True)]))
 
 
 def columns_of(options: Options, split: str, seed: int, scores: Scores) -> dict[str, dict[str, Any]]:

@@ -46,10 +46,13 @@ class Library:
         options = EngineOptions()
         self.chat = load_chat(options, "bundled", query=DEFAULT_QUERY)
         self.engine = open_engine(options, "bundled", chat=self.chat)
+        self.prompt_tokens: dict[str, int] = {}
 
     def draws(self, question: Question) -> Draws:
         key = json.dumps([[m.role, m.content] for m in question.messages])
-        return Draws(self.chat.prompt_ids(question.messages), SAMPLING, SEED, key)
+        prompt = self.chat.prompt_ids(question.messages)
+        self.prompt_tokens[question.id] = len(prompt)
+        return Draws(prompt, SAMPLING, SEED, key)
 
     def run(self, questions: list[Question]) -> tuple[float, dict[str, int]]:
         source = EngineSource(self.engine, self.chat, sampling=SAMPLING, draws=self.draws)
@@ -74,8 +77,10 @@ def metric(name: str) -> float:
     return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith((f"{name} ", f"{name}{{")))
 
 
-async def ask(session: aiohttp.ClientSession, question: Question, kind: str, rng: random.Random) -> dict[str, Any]:
-    """Ask a question and return what came of it."""
+async def ask(
+    session: aiohttp.ClientSession, question: Question, kind: str, rng: random.Random, prompt_tokens: int
+) -> dict[str, Any]:
+    """Ask a question and return what came of it; ``tokens`` counts confidence queries, as the library does."""
     options: dict[str, Any] = {**STRATEGY, "seed": SEED}
     if kind == "deadline":
         options["deadline_s"] = rng.uniform(0.05, 1.0)
@@ -98,17 +103,18 @@ async def ask(session: aiohttp.ClientSession, question: Question, kind: str, rng
             assert events[-1] == "[DONE]"
             chunks = [json.loads(event) for event in events[:-1]]
             found |= {"answers": sum("selfcal" in chunk for chunk in chunks), "request": chunks[0]["id"]}
-            found["tokens"] = chunks[-1]["usage"]["completion_tokens"]
+            found["tokens"] = chunks[-1]["usage"]["total_tokens"] - prompt_tokens
         elif answer.status == 200:
             content = json.loads(text)
-            found |= {"answers": 1, "request": content["id"], "tokens": content["usage"]["completion_tokens"]}
+            found |= {"answers": 1, "request": content["id"]}
+            found["tokens"] = content["usage"]["total_tokens"] - prompt_tokens
     except TimeoutError:
         found["gone"] = True
     return found
 
 
 async def load(
-    questions: list[Question], kinds: list[str], pid: int
+    questions: list[Question], kinds: list[str], pid: int, prompt_tokens: dict[str, int]
 ) -> tuple[list[dict[str, Any]], float, list[float]]:
     """Ask all questions by 64 clients; return what came, seconds, and the server's memory on the way."""
     rng, found, memory = random.Random(0), [], []
@@ -118,7 +124,7 @@ async def load(
 
         async def client() -> None:
             for question, kind in work:
-                found.append(await ask(session, question, kind, rng))
+                found.append(await ask(session, question, kind, rng, prompt_tokens[question.id]))
                 if len(found) % 250 == 0:
                     memory.append(round(memory_mib(pid), 1))
 
@@ -160,15 +166,16 @@ def main() -> None:
     given = parser.parse_args()
     task = get_task("word_problems")
     questions = [*task.load("train", limit=given.requests)]
-    seconds, tokens = Library().run(questions)
+    library = Library()
+    seconds, tokens = library.run(questions)
     print(f"library: {seconds:.1f} s, {sum(tokens.values()):,} tokens")
     with serving(*BUNDLED) as server:
         rng = random.Random(1)
         plain = [rng.choice(["whole", "stream"]) for _ in questions]
-        answered, whole_seconds, memory = asyncio.run(load(questions, plain, server.pid))
+        answered, whole_seconds, memory = asyncio.run(load(questions, plain, server.pid, library.prompt_tokens))
         before = metric("selfcal_cancelled_tokens")
         mixed = rng.choices(["whole", "stream", "gone", "deadline"], weights=[4, 4, 1, 1], k=len(questions))
-        found, mixed_seconds, more_memory = asyncio.run(load(questions, mixed, server.pid))
+        found, mixed_seconds, more_memory = asyncio.run(load(questions, mixed, server.pid, library.prompt_tokens))
         until = time.time() + 30
         while metric("selfcal_queue") and time.time() < until:
             time.sleep(0.1)

@@ -40,7 +40,8 @@ def main() -> None:
             seconds, tokens = library.run(block)
             own_cpu = cpu_seconds() - before
             before = cpu_seconds(server.pid)
-            found, served, _ = asyncio.run(load(block, ["whole", "stream"] * (len(block) // 2), server.pid))
+            kinds = ["whole", "stream"] * (len(block) // 2)
+            found, served, _ = asyncio.run(load(block, kinds, server.pid, library.prompt_tokens))
             cpu = cpu_seconds(server.pid) - before
             rows.append({
                 "tokens": sum(tokens.values()), "same_tokens": sum(o["tokens"] == tokens[o["id"]] for o in found),

@@ -142,6 +142,14 @@ def test_training_throughput_goes_through_and_resumes(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_the_server_spends_the_tokens_of_the_library(tmp_path: Path) -> None:
+    size = ("--blocks", "1", "--block_size", "4", "--output", str(tmp_path / "found.json"))
+    run("../serving/throughput.py", *size, folder=tmp_path)
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert (found["requests"], found["same_tokens"]) == (4, 4)
+
+
+@pytest.mark.slow
 def test_the_gpu_set_goes_through_on_a_cpu(tmp_path: Path) -> None:
     """By its own command, which installs nothing."""
     arguments = ["--device", "cpu", "--small", "--seconds", "0.1", "--only"]

@@ -218,7 +218,7 @@ def as_markdown(report: dict[str, Any]) -> str:
         lines += [f"## {name}", "", f"`{found['command']}`", "", size, ""]
         rows = [
             [r["confidence"], str(r["responses"]), f"{r['requests']:g}", f"{r['tokens']:.0f}", f"{r['missing']:.0%}",
-             show(r["auroc"]), show(r["brier"])]
+             show(r["auroc"], missing="-"), show(r["brier"], missing="-")]
             for r in found["rows"]
         ]  # fmt: skip
         lines += table(heads, rows)

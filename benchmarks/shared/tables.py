@@ -102,5 +102,5 @@ def criteria_table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     for row in rows:
         digits = 0 if row["measured"][1] is None and float(row["measured"][0] or 0).is_integer() else 3
         verdict = {True: "met", False: "**missed**", None: "reported"}[row["met"]]
-        lines.append(f"| {row['text']} | {show(row['measured'], digits=digits)} | {verdict} |")
+        lines.append(f"| {row['text']} | {show(row['measured'], digits=digits, missing='-')} | {verdict} |")
     return [*lines, ""]

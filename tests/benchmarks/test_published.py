@@ -17,14 +17,14 @@ WRITERS = {
     "report_selection": "report_selection.markdown",
     "report_adapt": "_adapt_tables.markdown",
     "report_real": "report_real.as_markdown",
-    "group_size_study": "group_size_study.as_markdown",
-    "targets_study": "targets_study.as_markdown",
-    "training_throughput": "training_throughput.markdown",
-    "activated_cost": "activated_cost.markdown",
     "rounds_study": "rounds_study.as_markdown",
     "live_savings": "live_savings.as_markdown",
     "black_box": "black_box.as_markdown",
     "domain": "domain_study.as_markdown",
+    "group_size_study": "group_size_study.as_markdown",
+    "targets_study": "targets_study.as_markdown",
+    "training_throughput": "training_throughput.markdown",
+    "activated_cost": "activated_cost.markdown",
 }
 
 

@@ -139,12 +139,7 @@ def test_a_run_stopped_inside_a_step_takes_all_of_it(pool: Pool, store_dir: str,
 @pytest.mark.parametrize("length", [{"max_epochs": 3}, {"max_epochs": -1, "max_steps": 15}])
 @pytest.mark.parametrize(("before", "after"), [((4, 1), (2, 2)), ((2, 2), (4, 1))])
 def test_an_epochs_last_batch_is_its_end_for_other_micro_batches_too(
-    pool: Pool,
-    store_dir: str,
-    tmp_path: Path,
-    before: tuple[int, int],
-    after: tuple[int, int],
-    length: dict[str, int],
+    pool: Pool, store_dir: str, tmp_path: Path, before: tuple[int, int], after: tuple[int, int], length: dict[str, int]
 ) -> None:
     def run(size: tuple[int, int], folder: Path, **more: Any) -> list[list[int]]:
         """Return the rows of every optimiser step, of micro-batches of ``size``: (rows, accumulated)."""

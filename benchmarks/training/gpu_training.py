@@ -41,7 +41,7 @@ from _training_rows import (
 from _training_rows import random_rows as make_rows
 from _training_ways import WAYS, Work, shared_prefix
 
-from selfcal_lightning.models.causal_lm import forward_arguments, selected_logits
+from selfcal_lightning.models.causal_lm import exclude_cudnn, forward_arguments, selected_logits
 from selfcal_lightning.models.packing import FLEX, SEGMENTS
 
 FLEX_MULTIPLE = 512  # packed rows of few widths, so that little is compiled again

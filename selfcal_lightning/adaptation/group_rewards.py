@@ -57,15 +57,14 @@ def _of_group(name: GroupReward, samples: Sequence[Sample], fusion: Fusion | Non
     if name == "equations":
         numbers = [arithmetic_value(answer) if answer else None for answer in answers]
         checked = equation_validity([sample.text for sample in samples], numbers)
-        if all(reward is None for reward in checked):
-            return checked
-        return [reward if answer else 0.0 for reward, answer in zip(checked, answers, strict=True)]
+        is_known = any(reward is not None for reward in checked)
+        return [0.0 if is_known and not answer else reward for reward, answer in zip(checked, answers, strict=True)]
     if name == REFERENCE:
-        judged = any(sample.correct is not None for sample in samples)
-        return [
-            float(bool(sample.correct)) if judged and (sample.correct is not None or not sample.answer) else None
-            for sample in samples
-        ]
+        verdicts = [sample.correct for sample in samples]
+        if all(verdict is None for verdict in verdicts):
+            return [None] * len(samples)
+        judged = zip(verdicts, answers, strict=True)
+        return [None if verdict is None and answer else float(bool(verdict)) for verdict, answer in judged]
     if fusion is None:
         raise InputError(f"Expected `fusion` with the reward {name!r}, but got None.")
     return [fusion.score_sample(sample) if sample.answer else 0.0 for sample in samples]

@@ -8,7 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from selfcal_lightning.adaptation.equations import canonical_step, find_equations, is_number, step_key, step_numbers
 from selfcal_lightning.adaptation.selection_files import STEPS_FILE, Example, Selection, digest_of
@@ -18,8 +18,10 @@ from selfcal_lightning.data.store.manifest import read_record, write_record
 from selfcal_lightning.data.store.shards import StoreCorruptError
 from selfcal_lightning.data.tasks.extraction import final_part
 from selfcal_lightning.engines.base import MAX_FAILURES, Engine, FailuresInARow, RequestsFailedError
-from selfcal_lightning.models.chat_format import ChatFormat
 from selfcal_lightning.records import Message, Request, SamplingSettings, sample_seed
+
+if TYPE_CHECKING:
+    from selfcal_lightning.models.chat_format import ChatFormat
 
 # Reasons why a response has no key steps.
 EMPTY, NO_JSON, NO_SCHEMA = "empty", "no_json", "schema"
@@ -248,13 +250,11 @@ class EngineExtractor:
                     pending.discard(response.request_id)
                     job = jobs[response.request_id]
                     reply = read_reply(response.text)
-                    if reply.steps is None and job.bad is None:
-                        job.bad = response.text
-                        if len(self._prompt(job)) <= room:  # it is asked once more
-                            pending |= set(self._engine.submit([self._request(response.request_id, job)]))
-                            continue
-                    if reply.steps is None:
-                        yield _none(job.example, str(reply.reason), repaired=job.bad is not None)
+                    is_first, job.reply = job.reply is None, response.text
+                    if reply.steps is not None:
+                        yield checked_steps(job.example, reply.steps, repaired=not is_first)
+                    elif is_first and len(self._prompt(job)) <= room:  # ask once more
+                        pending |= set(self._engine.submit([self._request(response.request_id, job)]))
                     else:
                         yield _none(job.example, str(reply.reason), repaired=True)
         finally:

@@ -155,7 +155,7 @@ def make_reply(
     read = job.strategy.confidence or confidence
     values = [None if read is None else confidence_of(sample, read) for sample in used]
     best, answer, raw, source, chosen_by = choose(job, outcome, used, values, read)
-    agreed = Cocoa.score(used, [one.answer for one in used])[used.index(best)] if best in used else None
+    agreed = Cocoa.of_clusters(used, [one.answer for one in used])[used.index(best)] if best in used else None
     given = ((VOTE_SHARE if source == VOTE_SHARE else STATED, raw), (Cocoa.name, agreed))
     known = {name: value for name, value in given if value is not None}
     if best is not None:  # a label keeps them

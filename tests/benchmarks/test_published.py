@@ -25,6 +25,7 @@ WRITERS = {
     "targets_study": "targets_study.as_markdown",
     "training_throughput": "training_throughput.markdown",
     "activated_cost": "activated_cost.markdown",
+    "gpu_training": "gpu_training.table",
 }
 
 

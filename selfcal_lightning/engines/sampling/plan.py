@@ -43,6 +43,11 @@ class SamplePlan:
             further = f"{len(unknown):,} that are not asked, such as {unknown[0]!r}" if unknown else ""
             found = " and ".join(filter(None, [missing, further]))
             way_out = "Use the `task`, `split`, `limit` and `offset` that the plan was made with."
+            if ids.isdisjoint(self.samples):  # those of a file have names of its own
+                way_out = (
+                    "For a file of questions, score those of a store: run this without `plan`, with `num_samples` 1, "
+                    "into another `store_dir`; score that one with `--output`, and `selfcal allocate` again."
+                )
             raise InputError(f"Expected `plan` to name the questions of the run, but got {found}. {way_out}")
         return [question for question in questions if self.samples[question.id]]
 

@@ -92,7 +92,7 @@ def fit_probes(
     for name in STATES:
         centre, scale = states["train"][name].mean(axis=0), states["train"][name].std(axis=0) + 1e-6
         read = {split: (arrays[name] - centre) / scale for split, arrays in states.items()}
-        folds = list(GroupKFold(FOLDS).split(read["train"], targets, groups))
+        folds = list(GroupKFold(FOLDS, shuffle=True, random_state=0).split(read["train"], targets, groups))
         ridge = RidgeCV(alphas=PENALTIES, cv=folds).fit(read["train"], targets)
         values = {split: ridge.predict(read[split]) for split in found}
         if name == MEAN:

@@ -179,7 +179,8 @@ def fit_response_probe(
     x, y = np.array([state for state, fits in zip(states, used, strict=True) if fits]), targets[used]
     centre, scale = centre_and_scale(x)
     standard = (x - centre) / scale
-    folds = list(GroupKFold(FOLDS).split(standard, y, question))
+    # Shuffled: where five kinds of questions take turns, each fold would hold one kind, and leave it out of the others.
+    folds = list(GroupKFold(FOLDS, shuffle=True, random_state=0).split(standard, y, question))
     found = [(*_fit_ridge(standard[:, chosen], y, folds), chosen) for chosen in CHOICES]
     error, left_out, ridge, chosen = min(found, key=lambda one: one[0])
     weights = np.zeros(x.shape[1:])

@@ -123,6 +123,16 @@ def test_it_reads_the_state_that_errs_least_on_questions_left_out_or_both() -> N
     assert both.error < 0.3 * both.constant_error
 
 
+def test_kinds_of_questions_that_take_turns_are_in_every_fold() -> None:
+    """Folds by place would leave one of the five kinds out each, and nothing could be learned of it."""
+    pool = [answered(f"q{n}", ["7"] * (1 + n % 5) + [str(100 + i) for i in range(7 - n % 5)]) for n in range(60)]
+    kinds = np.repeat(np.eye(5)[np.arange(60) % 5], 8, axis=0)
+    right = np.array([[float(bool(sample.correct))] for entry in pool for sample in entry.samples])
+    states = np.concatenate([kinds * right, right], axis=1)
+    probe = fit_response_probe(pool, list(np.stack([states, states], axis=1)), target="agreement", origin={})
+    assert probe.error < 0.05 * probe.constant_error
+
+
 def test_the_map_is_fitted_to_predictions_for_questions_that_were_left_out() -> None:
     """Of noise with as many features as responses, a ridge learns its own responses by heart; the map must not."""
     draw = np.random.default_rng(0)

@@ -836,7 +836,7 @@ def _task_lines(name: str, task: Mapping[str, Any]) -> list[str]:
         lines += ["", *table(heads[: len(rows[0])], rows)]
     if task["costs"]:
         rows = [[what, f"{seconds:.0f}"] for what, seconds in task["costs"].items()]
-        lines += ["On two cores without a GPU, in an earlier run of these jobs:"] if gpu else []
+        lines += ["", "On two cores without a GPU, in an earlier run of these jobs:"] if gpu else []
         lines += ["", *table(["job", "CPU seconds"], rows)]
     if "criteria" in task:
         rows = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import threading
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from support.house import ROOT
 
 from selfcal_lightning.engines.opening import load_chat
 from selfcal_lightning.engines.settings import EngineOptions
@@ -77,6 +79,15 @@ def test_on_a_gpu_training_is_in_float32_too(script: Callable[[str], ModuleType]
         assert config["trainer"]["accelerator"] == device
         assert config["trainer"]["precision"] == "32-true"
         assert config["model"]["init_args"].get("torch_dtype") == dtype
+
+
+def test_a_row_of_a_gpu_names_it_and_where_its_costs_come_from(script: Callable[[str], ModuleType]) -> None:
+    report = script("report_real")
+    content = json.loads((ROOT / "benchmarks" / "results" / "report_real.json").read_text())
+    content["tasks"]["arithmetic"]["gpu"] = {"name": "NVIDIA H200"}
+    shown = report.as_markdown(content).partition("## Arithmetic in words")[2]
+    assert "at temperature 0.4, on an NVIDIA H200. 240 training" in shown
+    assert "\n\nOn two cores without a GPU, in an earlier run of these jobs:\n\n| job |" in shown
 
 
 def test_states_of_a_response_do_not_depend_on_its_neighbours(script: Callable[[str], ModuleType]) -> None:

@@ -8,7 +8,6 @@ import math
 import resource
 import signal
 import socket
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -405,26 +404,24 @@ READ = {"/v1/confidence": {"messages": [{"role": "user", "content": "?"}], "resp
 def test_reading_at_a_server_that_hangs_delays_no_question(chat: ChatFormat, tiny_model: str, path: str) -> None:
     upstream = FakeServer(canned(chat), chat.tokenizer)
 
-    async def ask(server: Service) -> tuple[int, int, float]:
+    async def ask(server: Service) -> tuple[int, bool, int]:
         async with client_of(server) as client:
             reading = asyncio.create_task(client.post(path, json=READ[path]))
             while not upstream.completions() and not reading.done():
                 await asyncio.sleep(0.01)
-            began, asked = time.monotonic(), {"model": "m", "messages": MESSAGES, "selfcal": {"max_samples": 1}}
+            asked = {"model": "m", "messages": MESSAGES, "selfcal": {"max_samples": 1}}
             answer = await client.post("/v1/chat/completions", json=asked)
-            took = time.monotonic() - began
-            return answer.status_code, (await reading).status_code, took
+            return answer.status_code, reading.done(), (await reading).status_code
 
     with connecting(upstream, tiny_model, chat) as connect:
         engine = connect()
         engine.submit([])  # it has looked at the server
         upstream.faults.append(is_silent())
         with over_upstream(engine, chat, deadline_s=2.0) as server:
-            answered, read, took = asyncio.run(ask(server))
+            found = asyncio.run(ask(server))
             assert server.desk.load == 0
     upstream.close()
-    assert (answered, read) == (200, 504)
-    assert took < 1.0
+    assert found == (200, False, 504)  # answered while the other still waited
 
 
 def client_of(server: Service) -> httpx.AsyncClient:

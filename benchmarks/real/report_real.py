@@ -216,7 +216,7 @@ def run_task(options: Options, jobs: Jobs) -> None:
     if not options.demo:
         parts += [jobs.probe, jobs.score_tokens, jobs.read_states]
         if jobs.tested == CONFIRMATION:
-            parts += [partial(compare_loss, seed) for seed in options.seeds]
+            parts += [partial(compare_loss, seed) for seed in options.seeds if jobs.task == TRIED_ON]
         else:
             parts += [lambda: jobs.sample_twice(jobs.activate(LEAVE_ONE_OUT, first)), jobs.draw_again]
             if LABEL not in options.without:
@@ -244,9 +244,10 @@ def account(options: Options) -> str:
             options.num_samples * (getattr(jobs.sizes, split) or jobs.count(split))
             for split in ("train", "test", "validation")
         )
-        adapters, sampled = len(options.seeds) * (1 + confirms), test + train + validation
+        adapters = len(options.seeds) * (1 + (confirms and jobs.task == TRIED_ON))
+        sampled, trained_before = test + train + validation, 0
         if jobs.folder in folders:  # the test questions of the same task come first
-            adapters, sampled = adapters - len(options.seeds), test
+            sampled, trained_before = test, len(options.seeds)
         folders.add(jobs.folder)
         if not confirms and not options.demo:
             adapters += 2 - len(options.without)
@@ -255,7 +256,8 @@ def account(options: Options) -> str:
             adapters, sampled = adapters + TRIED_ADAPTERS, sampled + train
         rows += [
             (f"{name}: sample {sampled:,} responses", sampled / SAMPLED_A_SECOND),
-            (f"{name}: train {adapters} adapter(s) on {train:,} responses", adapters * train / TRAINED_A_SECOND),
+            (f"{name}: train {adapters - trained_before} adapter(s) on {train:,} responses",
+             (adapters - trained_before) * train / TRAINED_A_SECOND),
             (f"{name}: score {test + validation:,} responses by each, and the rest",
              (adapters + 1) * (test + validation) / SCORED_A_SECOND + OVERHEAD_SECONDS),
         ]  # fmt: skip
@@ -700,6 +702,7 @@ TITLES = {
     WIKIDATA: "Facts from Wikidata",
     f"{WIKIDATA}/{CONFIRMATION}": "Facts from Wikidata, new questions",
     ARITHMETIC: "Arithmetic in words",
+    f"{ARITHMETIC}/{CONFIRMATION}": "Arithmetic in words, new questions",
     f"{GEMMA}/{FACTS}": "Facts about countries, Gemma 3 270M",
     f"{GEMMA}/{WIKIDATA}": "Facts from Wikidata, Gemma 3 270M",
 }

@@ -19,6 +19,7 @@ from selfcal_lightning.data.tasks.registry import register_task
 from selfcal_lightning.data.tasks.rows import FileSource, Row
 
 DATA = Path(__file__).resolve().parent / "data" / "arithmetic"
+SPLITS = ("train", "validation", "test", "confirmation")
 _NUMBER = re.compile(r"(?<![\w.])-?\d{1,15}(?:\.\d{1,15})?")
 
 
@@ -56,7 +57,7 @@ class Arithmetic:
 
     name = "arithmetic"
     answers = LastNumber()
-    source = FileSource({split: str(DATA / f"{split}.jsonl") for split in ("train", "validation", "test")})
+    source = FileSource({split: str(DATA / f"{split}.jsonl") for split in SPLITS})
     columns = ("question", "answer")
     id_column = "id"
 

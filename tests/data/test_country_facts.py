@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -110,9 +111,10 @@ def test_without_a_list_of_names_as_much_is_read_as_with_one(facts: Task, shared
 
 def test_arithmetic_is_read_from_its_last_number_and_shares_no_question(example: Callable[[str], Task]) -> None:
     task = example("arithmetic")
-    texts = [[question.text for question in task.load(split)] for split in ("train", "validation", "test")]
-    assert [len(part) for part in texts] == [240, 60, 240]
-    assert len(set().union(*texts)) == 540
+    texts = [[question.text for question in task.load(split)] for split in (*NUM_QUESTIONS, "confirmation")]
+    assert [len(part) for part in texts] == [240, 60, 240, 180]
+    asked = [text for part in texts for text in part]  # whose first word tells the kind
+    assert len({(text.split()[0], *sorted(re.findall(r"\d+|-", text))) for text in asked}) == 720
     read = {"7 - 9 = -2": "-2", "The GCD of 36 and 1,030 is 2.": "2", "It is 1,030.50, so": "1030.5", "None.": None}
     assert {text: task.extract(text) for text in read} == read
 

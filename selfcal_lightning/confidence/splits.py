@@ -34,12 +34,10 @@ class FittedOn:
     def from_questions(
         cls, questions: Iterable[str | Question], *, num_responses: int, num_left_out: int = 0
     ) -> FittedOn:
-        found = list(questions)
-        ids = {_id_of(question) for question in found}
-        contents = {content for question in found if (content := _content_of(question)) is not None}
-        return cls(
-            split_hash(ids), tuple(sorted(map(_hex_hash, ids))), tuple(sorted(contents)), num_responses, num_left_out
-        )
+        found = list(map(_keys_of, questions))
+        ids = {name for name, _ in found}
+        contents = tuple(sorted({content for _, content in found if content is not None}))
+        return cls(split_hash(ids), tuple(sorted(map(_hex_hash, ids))), contents, num_responses, num_left_out)
 
     @classmethod
     def from_pool(cls, pool: Sequence[QuestionSamples], used: NDArray[np.bool_] | None = None) -> FittedOn:
@@ -59,8 +57,8 @@ class FittedOn:
     def shared_questions(self, questions: Iterable[str | Question]) -> list[str]:
         """Return the ids of those ``questions`` that were fitted on, under any id, in order."""
         ids, contents = set(self.question_hashes), set(self.content_hashes)
-        shared = (_id_of(q) for q in questions if _hex_hash(_id_of(q)) in ids or _content_of(q) in contents)
-        return list(dict.fromkeys(shared))
+        keys = map(_keys_of, questions)
+        return list(dict.fromkeys(name for name, content in keys if _hex_hash(name) in ids or content in contents))
 
 
 class Fitted(Protocol):
@@ -104,7 +102,7 @@ def check_not_fitted_on(
     for one in fitted if isinstance(fitted, Iterable) else (fitted,):
         shared = one.fitted_on.shared_questions(asked)
         if shared:
-            count = len({_id_of(question) for question in asked})
+            count = len({name for name, _ in map(_keys_of, asked)})
             found = f"{len(shared)} of {count} that it was, such as {shared[0]!r}"
             way_out = "Use another split or the other half. Different questions need different ids."
             raise InputError(f"Expected questions that {one.name!r} was not fitted on, but got {found}. {way_out}")
@@ -142,12 +140,9 @@ def leading_ids(questions: Sequence[Question]) -> dict[str, str]:
     return {q.id: first.get(content_hash(q) or "", q.id) for q in questions}
 
 
-def _id_of(question: str | Question) -> str:
-    return question.id if isinstance(question, Question) else question
-
-
-def _content_of(question: str | Question) -> str | None:
-    return content_hash(question) if isinstance(question, Question) else None
+def _keys_of(question: str | Question) -> tuple[str, str | None]:
+    """Return the id of a question and the hash of its content, which an id alone does not tell."""
+    return (question, None) if isinstance(question, str) else (question.id, content_hash(question))
 
 
 def _hex_hash(question_id: str) -> str:

@@ -17,7 +17,6 @@ _NAMES = {
     "scoring": "PoolScoring ScoreReport StoreScoring score_pool score_store",
     "scoring_model": "ModelSettings",
     "splits": "FittedOn check_disjoint check_not_fitted_on halve_pool leading_ids",
-    "token_ids": "entry_ids",
     "token_reader": "TokenReader",
 }
 

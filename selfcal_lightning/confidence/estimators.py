@@ -15,8 +15,15 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from selfcal_lightning.confidence.base import LOGPROB, MEAN_LOGPROB, P_TRUE, RESPONSE_PROBE
-from selfcal_lightning.confidence.token_ids import ResponseIds, entry_ids, step_ends_of
+from selfcal_lightning.confidence.base import (
+    LOGPROB,
+    MEAN_LOGPROB,
+    P_TRUE,
+    RESPONSE_PROBE,
+    ResponseIds,
+    entry_ids,
+    step_ends_of,
+)
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.data.step_settings import Aggregation, Steps
 from selfcal_lightning.data.steps import Span, aggregate
@@ -95,22 +102,16 @@ class PTrue:
             RequestsFailedError: The engine did not answer for another reason.
         """
         sequences = [[self._sequences(ids) for ids in entry_ids(entry, self._chat)] for entry in pool]
-        found = self._ask(list(dict.fromkeys(one for row in sequences for ones in row for one in ones)))
-        return [[self._combine([found[one] for one in ones]) for ones in row] for row in sequences]
-
-    def _ask(self, sequences: list[tuple[int, ...]]) -> dict[tuple[int, ...], float | None]:
-        """Return P(True) after each of some sequences, which are distinct and end with the query."""
+        distinct = list(dict.fromkeys(one for row in sequences for ones in row for one in ones))
         query, number = self._chat.query, len(self._chat.query.yes_ids)
         wanted = [*query.yes_ids, *query.no_ids]
-        rows = self._engine.next_token_probabilities(sequences, wanted) if sequences else []
-
-        def value(row: Sequence[float] | None) -> float | None:
-            if row is None:
-                return None
-            yes, no = mass_of(row[:number]), mass_of(row[number:])
-            return normalised_p_true(yes, no) if self._normalised else yes
-
-        return {sequence: value(row) for sequence, row in zip(sequences, rows, strict=True)}
+        rows = self._engine.next_token_probabilities(distinct, wanted) if distinct else []
+        found: dict[tuple[int, ...], float | None] = dict.fromkeys(distinct)
+        for sequence, row in zip(distinct, rows, strict=True):
+            if row is not None:
+                yes, no = mass_of(row[:number]), mass_of(row[number:])
+                found[sequence] = normalised_p_true(yes, no) if self._normalised else yes
+        return [[self._combine([found[one] for one in ones]) for ones in row] for row in sequences]
 
     def _sequences(self, ids: ResponseIds | None) -> list[tuple[int, ...]]:
         """Return prompt + response up to each end + query; empty if the longest exceeds the context."""
@@ -154,28 +155,32 @@ class StepSelfEvaluation(PTrue):
 Read = Callable[["ResponseStatistics"], float]
 
 
+class OfTokens:
+    """What estimators that read token statistics have in common."""
+
+    is_probability: ClassVar[bool] = False
+    needs_pool: ClassVar[bool] = False
+    reads: ClassVar[str] = "tokens"
+
+
 @dataclass(frozen=True)
-class TokenScores:
+class TokenScores(OfTokens):
     """An estimator that reads a number off a response's token statistics; nan is unknown."""
 
     name: str
     tokens: TokenReader
     read: Read
-    is_probability: ClassVar[bool] = False
-    needs_pool: ClassVar[bool] = False
 
     def score(self, pool: Sequence[QuestionSamples]) -> Scores:
         """Return the score of every sample; None if it is undefined, or if the response is too long for the model."""
         return self.tokens.scores(pool, self.read)
 
 
-class ProbedResponses:
+class ProbedResponses(OfTokens):
     """The confidence of a fitted probe of hidden states in each response, in [0, 1], by the model of the fit."""
 
     name: ClassVar[str] = RESPONSE_PROBE
     is_probability: ClassVar[bool] = True
-    needs_pool: ClassVar[bool] = False
-    reads: ClassVar[str] = "tokens"
 
     def __init__(self, tokens: TokenReader, *, probe: ResponseProbe) -> None:
         self._tokens, self._probe = tokens, probe
@@ -185,15 +190,12 @@ class ProbedResponses:
 
 
 @dataclass(frozen=True)
-class TokenStatistic:
+class TokenStatistic(OfTokens):
     """A row of the table of token statistics; call it with a reader to create the estimator."""
 
     name: str
     read: Read  # nan for an empty response
     watches: bool = False  # whether it reads the mean hidden states of the response
-    is_probability: ClassVar[bool] = False
-    needs_pool: ClassVar[bool] = False
-    reads: ClassVar[str] = "tokens"
 
     def __call__(self, tokens: TokenReader) -> TokenScores:
         if self.watches:
@@ -240,7 +242,7 @@ def _check_share(name: str, value: float) -> None:
         raise InputError(f"Expected `{name}` to lie in [0, 1], but got {value}.")
 
 
-class LowestGroupConfidence:
+class LowestGroupConfidence(OfTokens):
     """Confidence of the least certain window of a response, in nats; higher is better.
 
     A token's confidence is the mean negative log-probability of the 20 most likely tokens at its position; a window's
@@ -248,9 +250,6 @@ class LowestGroupConfidence:
     """
 
     name: ClassVar[str] = "lowest_group_confidence"
-    is_probability: ClassVar[bool] = False
-    needs_pool: ClassVar[bool] = False
-    reads: ClassVar[str] = "tokens"
 
     def __init__(self, tokens: TokenReader, *, window: int = 2048, lowest: float = 0.0) -> None:
         check_positive(window, "window")
@@ -273,7 +272,7 @@ Metric = Callable[["ResponseStatistics", Sequence[Span], Steps], "Tensor | None"
 
 
 @dataclass(frozen=True)
-class StepStatistic:
+class StepStatistic(OfTokens):
     """A row of the table of step estimators: a metric of each step, combined with the probability of its tokens.
 
     A step scores ``metric^(1 - weight) * exp(mean log p)^weight``. Headings and white space between steps belong to no
@@ -284,9 +283,6 @@ class StepStatistic:
     metric: Metric  # of each step [S]; None if undefined
     watches: bool = False  # whether it reads the mean hidden states of each step
     is_weighted: bool = True  # whether it is combined with the probability; a metric that may be negative cannot be
-    is_probability: ClassVar[bool] = False
-    needs_pool: ClassVar[bool] = False
-    reads: ClassVar[str] = "tokens"
 
     def __call__(
         self, tokens: TokenReader, *, steps: Steps = "auto", weight: float = 0.5, over_steps: Aggregation = "mean"
@@ -335,14 +331,11 @@ STEP_STATISTICS = (
 )
 
 
-class SteadyTokens:
+class SteadyTokens(OfTokens):
     """``exp(-z)`` of the standard deviation of a response's token entropies, standardised within the question."""
 
     name: ClassVar[str] = "sasc_std"
-    is_probability: ClassVar[bool] = False
     needs_pool: ClassVar[bool] = True
-    reads: ClassVar[str] = "tokens"
-
     # Functions that compute a response's scores, each higher when more certain; nan if undefined.
     statistics: tuple[Read, ...] = (TokenSteadiness.read,)
 

@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 import numpy as np
 
-from selfcal_lightning.confidence.base import RESPONSE_PROBE
+from selfcal_lightning.confidence.base import RESPONSE_PROBE, entry_ids
 from selfcal_lightning.confidence.fitted_files import load_whole, save_fitted
 from selfcal_lightning.confidence.scaling import IsotonicMap, centre_and_scale
 from selfcal_lightning.confidence.splits import FittedOn, check_not_fitted_on
-from selfcal_lightning.confidence.token_ids import entry_ids
 from selfcal_lightning.core.errors import InputError, unknown_name
 from selfcal_lightning.core.progress import Progress
 from selfcal_lightning.data.store.features import FeatureFolder, Key, tokens_digest
@@ -186,16 +185,10 @@ def fit_response_probe(
     weights = np.zeros(x.shape[1:])
     weights[chosen] = ridge.coef_.reshape(-1, x.shape[2]) / scale[chosen]
     return ResponseProbe(
-        weights=tuple(weights.flatten().tolist()),
-        intercept=float(ridge.intercept_ - (weights * centre).sum()),
-        map=IsotonicMap.fit(left_out, y),
-        target=target,
-        penalty=float(ridge.alpha_) / len(y),
-        error=error,
-        constant_error=float(y.var()),
-        origin=origin,
-        fitted_on=FittedOn.from_pool(pool, used),
-    )
+        weights=tuple(weights.flatten().tolist()), intercept=float(ridge.intercept_ - (weights * centre).sum()),
+        map=IsotonicMap.fit(left_out, y), target=target, penalty=float(ridge.alpha_) / len(y), error=error,
+        constant_error=float(y.var()), origin=origin, fitted_on=FittedOn.from_pool(pool, used),
+    )  # fmt: skip
 
 
 def _fit_ridge(x: Floats, y: Floats, folds: Sequence[Any]) -> tuple[float, Floats, Any]:

@@ -16,14 +16,13 @@ from typing import Any, cast
 import numpy as np
 
 from selfcal_lightning.confidence import registry
-from selfcal_lightning.confidence.base import LOGPROB, MEAN_LOGPROB, P_TRUE, STORED, Estimator, confidence_of
+from selfcal_lightning.confidence.base import LOGPROB, MEAN_LOGPROB, P_TRUE, STORED, Estimator, confidence_of, entry_ids
 from selfcal_lightning.confidence.scoring_model import ModelSettings, ScoringModel
-from selfcal_lightning.confidence.token_ids import entry_ids
 from selfcal_lightning.core.errors import InputError, check_at_least
 from selfcal_lightning.core.files import check_replaceable, to_json, write_atomically, write_json_lines
 from selfcal_lightning.core.plugins import loaded_plugins
 from selfcal_lightning.core.progress import Progress, say
-from selfcal_lightning.data.pools.line_format import UNNAMED, PoolLine, is_written_pool, judge_line, read_foreign_pool
+from selfcal_lightning.data.pools import line_format
 from selfcal_lightning.data.step_settings import RewardSettings
 from selfcal_lightning.data.store.annotations import Annotation
 from selfcal_lightning.data.store.sample_store import SampleStore
@@ -53,10 +52,11 @@ class PoolTarget:
 
     def __init__(self, path: Path, output: Path, *, task: str | None, overwrite: bool) -> None:
         if not (output.exists() and output.samefile(path)):
-            check_replaceable(output, is_written_pool, option="output", kind="a pool that was written before")
+            is_own = line_format.is_written_pool
+            check_replaceable(output, is_own, option="output", kind="a pool that was written before")
         self._output, self._overwrite = output, overwrite
-        lines = read_foreign_pool(path, task=task, split=None, default_split=UNNAMED)
-        self._lines: list[PoolLine] = [line for _, line in lines]
+        lines = line_format.read_foreign_pool(path, task=task, split=None, default_split=line_format.UNNAMED)
+        self._lines = [line for _, line in lines]
         self.num_responses = sum(len(line.responses) for line in self._lines)
         if not self.num_responses:
             raise InputError(f"Expected {path} to hold responses, but got none.")
@@ -77,7 +77,7 @@ class PoolTarget:
         start = 0
         for line in self._lines:
             if line.responses:
-                yield start, judge_line(line)
+                yield start, line_format.judge_line(line)
             start += len(line.responses)
 
     def lacking(self, name: str, entry: Entry) -> list[int]:
@@ -104,16 +104,7 @@ class PoolTarget:
                 changed = confidence or "confidence" in response
                 responses.append({**response, "confidence": confidence} if changed else response)
                 position += 1
-            question = line.question
-            yield {
-                "id": question.id,
-                "task": question.task,
-                "split": line.split,
-                "question": question.text,
-                "messages": [asdict(message) for message in question.messages],
-                "reference": question.reference,
-                "responses": responses,
-            }
+            yield line_format.written_line(line.question, line.split, responses)
 
 
 def select_rows(
@@ -284,15 +275,9 @@ def score_store(run: StoreScoring) -> list[ScoreReport]:
             )
     engine = run.model.engine
     details = {
-        "split": run.split,
-        "task": run.task,
-        "revision": engine.revision,
-        "adapter": engine.adapter,
-        "engine": engine.name,
-        "dtype": engine.dtype,
-        "model": run.model.model,
-        "reward_model": run.model.reward.model,
-    }
+        "split": run.split, "task": run.task, "revision": engine.revision, "adapter": engine.adapter,
+        "engine": engine.name, "dtype": engine.dtype, "model": run.model.model, "reward_model": run.model.reward.model,
+    }  # fmt: skip
     target = StoreTarget(store, index, origins=origins, details=details, overwrite=run.overwrite)
     log = store.path / "runs" / f"score-{datetime.now(UTC):%Y%m%dT%H%M%S%f}.json"
     log.parent.mkdir(parents=True, exist_ok=True)

@@ -15,7 +15,7 @@ from selfcal_lightning.data.store.manifest import StoreFingerprint
 from selfcal_lightning.engines.base import Engine
 from selfcal_lightning.engines.opening import expected_head_dtype, open_engine, serve_model
 from selfcal_lightning.engines.settings import EngineOptions
-from selfcal_lightning.models.chat_format import DEFAULT_QUERY, stated_prompt
+from selfcal_lightning.models.chat_format import DEFAULT_QUERY, ChatFormat, load_tokenizer, stated_prompt
 from selfcal_lightning.models.folders import (
     adapter_identity,
     check_name,
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
     from selfcal_lightning.confidence.response_probe import ResponseProbe
     from selfcal_lightning.confidence.token_reader import TokenReader
-    from selfcal_lightning.models.chat_format import ChatFormat
 
 ACTIVATED = "activated_adapter_sha256"
 
@@ -110,8 +109,6 @@ class ScoringModel:
     @cached_property
     def chat(self) -> ChatFormat:
         """Chat format with the confidence query: as given, else the store's, else the default."""
-        from selfcal_lightning.models.chat_format import ChatFormat, load_tokenizer
-
         prompt = stated_prompt(self._prompt.further)
         query = self.settings.query or self._prompt.query or DEFAULT_QUERY
         return ChatFormat(load_tokenizer(self.source, revision=self.revision), query=query, prompt=prompt)

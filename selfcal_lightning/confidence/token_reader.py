@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from selfcal_lightning.confidence.base import entry_ids, steps_of
 from selfcal_lightning.confidence.certainty import (
     ChainOfEmbedding,
     TokenStatistics,
@@ -20,7 +21,6 @@ from selfcal_lightning.confidence.certainty import (
     token_statistics,
     top_k_confidence,
 )
-from selfcal_lightning.confidence.token_ids import entry_ids, steps_of
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.data.step_settings import Steps
 from selfcal_lightning.data.steps import Span

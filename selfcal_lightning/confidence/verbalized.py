@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
-from selfcal_lightning.confidence.token_ids import ResponseIds, entry_ids
+from selfcal_lightning.confidence.base import ResponseIds, entry_ids
 from selfcal_lightning.data.tasks.extraction import final_part
 from selfcal_lightning.engines.base import Engine, ask_for_replies
 from selfcal_lightning.metrics.arrays import check_positive

@@ -17,6 +17,7 @@ from scipy.stats import zscore
 from support.recorded_pools import sample_store
 
 from selfcal_lightning.commands.score import run_score
+from selfcal_lightning.confidence.base import step_ends_of
 from selfcal_lightning.confidence.certainty import (
     chain_of_embedding,
     lowest_group_confidence,
@@ -25,7 +26,6 @@ from selfcal_lightning.confidence.certainty import (
 )
 from selfcal_lightning.confidence.estimators import PTrue, StepSelfEvaluation
 from selfcal_lightning.confidence.registry import ESTIMATORS, CriteriaSettings
-from selfcal_lightning.confidence.token_ids import step_ends_of
 from selfcal_lightning.confidence.token_reader import ResponseStatistics, TokenReader
 from selfcal_lightning.data.steps import Span
 from selfcal_lightning.engines.transformers.engine import TransformersEngine

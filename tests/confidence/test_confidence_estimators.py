@@ -10,8 +10,8 @@ import torch
 from support.fakes import FakeChat, FakeEngine
 from support.recorded_pools import Naive, naive_statistics
 
+from selfcal_lightning.confidence.base import entry_ids
 from selfcal_lightning.confidence.estimators import MeanLogprob, PTrue, SelfCertainty, SequenceLogprob, TokenEntropy
-from selfcal_lightning.confidence.token_ids import entry_ids
 from selfcal_lightning.confidence.token_reader import TokenReader
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.engines.transformers.engine import TransformersEngine

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from selfcal_lightning.cli import run
+from selfcal_lightning.confidence.base import step_ends_of, steps_of
 from selfcal_lightning.confidence.registry import CriteriaSettings
-from selfcal_lightning.confidence.token_ids import step_ends_of, steps_of
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.data.step_settings import RewardSettings
 from selfcal_lightning.data.steps import StepEnd, StepStops, check_marker, step_prefixes, token_step_ends

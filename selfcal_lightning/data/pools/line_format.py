@@ -194,7 +194,6 @@ def judge_line(line: PoolLine) -> records.QuestionSamples:
 
 
 def pool_line(rows: Sequence[StoredRow], *, token_ids: bool) -> dict[str, Any]:
-    question = rows[0].question
     responses = []
     for row in rows:
         sample = row.sample
@@ -208,15 +207,13 @@ def pool_line(rows: Sequence[StoredRow], *, token_ids: bool) -> dict[str, Any]:
         }
         tokens = list(sample.token_ids) if token_ids and sample.token_ids is not None else sample.num_tokens
         responses.append(response if tokens is None else {**response, "tokens": tokens})
-    return {
-        "id": question.id,
-        "task": question.task,
-        "split": rows[0].split,
-        "question": question.text,
-        "messages": [asdict(message) for message in question.messages],
-        "reference": question.reference,
-        "responses": responses,
-    }
+    return written_line(rows[0].question, rows[0].split, responses)
+
+
+def written_line(question: records.Question, split: str, responses: list[dict[str, Any]]) -> dict[str, Any]:
+    messages = [asdict(message) for message in question.messages]
+    values = (question.id, question.task, split, question.text, messages, question.reference, responses)
+    return dict(zip(WRITTEN_KEYS, values, strict=True))
 
 
 def is_written_pool(path: Path) -> bool:

@@ -6,16 +6,14 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from selfcal_lightning.confidence.base import MEAN_LOGPROB, STATED, VOTE_SHARE, confidence_of
 from selfcal_lightning.confidence.verbalized import Verbalized
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.engines.base import Engine
+from selfcal_lightning.models.chat_format import ChatFormat
 from selfcal_lightning.records import QuestionSamples, Sample
-
-if TYPE_CHECKING:
-    from selfcal_lightning.models.chat_format import ChatFormat
 
 Entails = Callable[[Sequence[tuple[str, str]]], list[bool]]
 PAIRS_AT_ONCE = 32

@@ -165,17 +165,10 @@ def fit_fusion(
     means, stds = scaling.centre_and_scale(values)
     weights, intercept = scaling.fit_logistic((values - means) / stds, targets[used], l2=l2)
     fusion = Fusion(
-        name=name,
-        features=features,
-        weights=tuple(weights.tolist()),
-        intercept=intercept,
-        means=tuple(means.tolist()),
-        stds=tuple(stds.tolist()),
-        target=target,
-        l2=float(l2),
-        needs_pool=bool(of_pool),
+        name=name, features=features, weights=tuple(weights.tolist()), intercept=intercept, means=tuple(means.tolist()),
+        stds=tuple(stds.tolist()), target=target, l2=float(l2), needs_pool=bool(of_pool),
         fitted_on=FittedOn.from_pool(pool, used),
-    )
+    )  # fmt: skip
     fusion = replace(fusion, scores=fusion.score_parts(pool))
     if held_out is None:
         return fusion

@@ -38,25 +38,12 @@ class EstimatorClass(Protocol):
 _OWN = cast(  # a class whose attributes are class variables is one of them
     "tuple[EstimatorClass, ...]",
     (
-        estimators.PTrue,
-        Verbalized,
-        VerbalizedWords,
-        VerbalizedPercent,
-        estimators.ResponseConsistency,
-        SemanticShare,
-        SemanticEntropy,
-        Cocoa,
-        TwoSampleHybrid,
-        *estimators.TOKEN_STATISTICS,
-        estimators.LowestGroupConfidence,
-        *estimators.STEP_STATISTICS,
-        estimators.StepSelfEvaluation,
-        *estimators.TRAJECTORIES,
-        *estimators.WEIGHTS,
-        estimators.ProbedResponses,
-        *resolve_name("selfcal_lightning.rewards.estimator:REWARD_SCORES"),
+        estimators.PTrue, Verbalized, VerbalizedWords, VerbalizedPercent, estimators.ResponseConsistency, SemanticShare,
+        SemanticEntropy, Cocoa, TwoSampleHybrid, *estimators.TOKEN_STATISTICS, estimators.LowestGroupConfidence,
+        *estimators.STEP_STATISTICS, estimators.StepSelfEvaluation, *estimators.TRAJECTORIES, *estimators.WEIGHTS,
+        estimators.ProbedResponses, *resolve_name("selfcal_lightning.rewards.estimator:REWARD_SCORES"),
     ),
-)
+)  # fmt: skip
 ESTIMATORS: Registry[EstimatorClass] = Registry("estimator", _OWN)
 REWARDS: RewardSupport = resolve_name("selfcal_lightning.rewards.estimator:REWARDS")
 READS = ("engine", "tokens", "rewards", "pool")

@@ -226,14 +226,10 @@ class Scaler:
         if self.held_out_before is not None and self.held_out_after is not None:
             held_out = {"before": asdict(self.held_out_before), "after": asdict(self.held_out_after)}
         return {
-            "name": self.name,
-            "source": self.source,
-            "parameters": asdict(self.map),
-            "needs_pool": self.needs_pool,
-            "fitted_on": self.fitted_on.as_json(),
+            "name": self.name, "source": self.source, "parameters": asdict(self.map), "needs_pool": self.needs_pool,
+            "fitted_on": self.fitted_on.as_json(), "held_out_scores": held_out,
             "scores": {"before": asdict(self.before), "after": asdict(self.after)},
-            "held_out_scores": held_out,
-        }
+        }  # fmt: skip
 
     @classmethod
     def from_json(cls, kind: str, content: Mapping[str, Any]) -> Scaler:

@@ -6,7 +6,6 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 from selfcal_lightning.core.progress import Progress
@@ -93,16 +92,14 @@ def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-FOLDER, FILE = "verdicts", "verdicts.json"
 Key = tuple[str, str, str]  # id of a question, digest of its content, the text that was graded
 
 
 class KeptVerdicts(KeyedRecord):
     """The verdicts of one verifier, stored with a store: one per graded text, None if the reply was unreadable."""
 
-    def __init__(self, store_path: str | Path, name: str) -> None:
-        folder = Path(store_path) / FOLDER
-        super().__init__(folder, name, FILE, field="grades", held_to="verdicts to be of the same model")
+    place, field = ("verdicts", "verdicts.json"), "grades"
+    held_to = "verdicts to be of the same model"
 
 
 CHUNK = 128

@@ -22,7 +22,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -59,17 +59,19 @@ Kept = TypeVar("Kept", manifest.AnnotationRecord, KeyedValues)
 class NamedRecord(Generic[Kept]):
     """One named annotation of a store, with its origin. Opening it reads and writes nothing."""
 
-    def __init__(
-        self, folder: Path, name: str, file: str, read: Callable[[Mapping[str, Any]], Kept], *, held_to: str
-    ) -> None:
+    place: ClassVar[tuple[str, str]]  # the folder of all such annotations, and the file in that of one
+    held_to: ClassVar[str]
+    _from_json: Callable[[Mapping[str, Any]], Kept]
+
+    def __init__(self, store_path: str | Path, name: str) -> None:
         if not NAME.fullmatch(name):
             raise InputError(f"Expected `name` to be letters, digits, dots, dashes or underscores, but got {name!r}.")
-        self.name, self.path, self._held_to = name, folder / name / file, held_to
-        self._read_record: Callable[[Mapping[str, Any]], Kept] = read
+        self.name, self.path = name, Path(store_path, self.place[0], name, self.place[1])
+        self.folder = self.path.parent
 
     @property
     def record(self) -> Kept | None:
-        return manifest.read_record(self.path, self._read_record) if self.path.exists() else None
+        return manifest.read_record(self.path, self._from_json) if self.path.exists() else None
 
     def check_origin(self, origin: Mapping[str, Any], *, overwrite: bool = False) -> None:
         """Refuse an origin that differs from that of the stored values, unless they may be replaced."""
@@ -77,9 +79,9 @@ class NamedRecord(Generic[Kept]):
         if record is None or overwrite:
             return
         if differences := manifest.origin_differences(record.origin, origin):
-            kind, how = self._held_to.split(" ", 1)
+            kind, how = self.held_to.split(" ", 1)
             raise InputError(
-                f"Expected the {kind} {self.name!r} in {self.path.parent} {how}, but got {'; '.join(differences)}. Set "
+                f"Expected the {kind} {self.name!r} in {self.folder} {how}, but got {'; '.join(differences)}. Set "
                 "`overwrite` to replace them, or choose another `name`."
             )
 
@@ -87,12 +89,10 @@ class NamedRecord(Generic[Kept]):
 class KeyedRecord(NamedRecord[KeyedValues]):
     """Values by key in one JSON file, where ``field`` lists them as [*key, value]."""
 
-    def __init__(self, folder: Path, name: str, file: str, *, field: str, held_to: str) -> None:
-        def read(content: Mapping[str, Any]) -> KeyedValues:
-            return KeyedValues(content["origin"], {tuple(key): value for *key, value in content[field]})
+    field: ClassVar[str] = "values"
 
-        super().__init__(folder, name, file, read, held_to=held_to)
-        self._field = field
+    def _from_json(self, content: Mapping[str, Any]) -> KeyedValues:
+        return KeyedValues(content["origin"], {tuple(key): value for *key, value in content[self.field]})
 
     def known(self, origin: Mapping[str, Any]) -> dict[Any, Any]:
         """Return the stored values of this origin; none if they have another."""
@@ -104,11 +104,11 @@ class KeyedRecord(NamedRecord[KeyedValues]):
         if strange := [key[0] for key, one in values.items() if isinstance(one, float) and not math.isfinite(one)]:
             raise InputError(f"Expected values to be finite or None, but got another for {strange[0]!r}.")
         plain = json.loads(json.dumps(dict(origin)))
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with PartLock(self.path.parent):
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with PartLock(self.folder):
             self.check_origin(origin, overwrite=overwrite)
             listed = [[*key, value] for key, value in {**self.known(plain), **values}.items()]
-            manifest.write_record(self.path, {"origin": plain, self._field: listed})
+            manifest.write_record(self.path, {"origin": plain, self.field: listed})
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,12 +121,9 @@ class AnnotationReport:
 class Annotation(NamedRecord[manifest.AnnotationRecord]):
     """One named confidence of the rows of a store. Opening it reads and writes nothing."""
 
-    def __init__(self, store_path: str | Path, name: str) -> None:
-        super().__init__(
-            Path(store_path) / "annotations", name, "annotation.json", manifest.AnnotationRecord.from_json,
-            held_to="confidences to have been computed in the same way",
-        )  # fmt: skip
-        self.folder = self.path.parent
+    place = "annotations", "annotation.json"
+    held_to = "confidences to have been computed in the same way"
+    _from_json = manifest.AnnotationRecord.from_json
 
     def write_part(
         self, run: str, part: str, index: SampleIndex, values: np.ndarray, shards: Sequence[manifest.ShardEntry]
@@ -293,20 +290,18 @@ def row_origins(index: SampleIndex, shards: Sequence[manifest.ShardEntry]) -> tu
     return origins, hashes
 
 
-FOLDER, FILE = "question_annotations", "question_values.json"
 Key = tuple[str, str]  # id of a question, digest of its content
 
 
 class QuestionAnnotation(KeyedRecord):
     """One named value of the questions of a store, by (question id, digest of its content)."""
 
-    def __init__(self, store_path: str | Path, name: str) -> None:
-        folder, held_to = Path(store_path) / FOLDER, "values to have been computed in the same way"
-        super().__init__(folder, name, FILE, field="values", held_to=held_to)
+    place = "question_annotations", "question_values.json"
+    held_to = "values to have been computed in the same way"
 
 
 def question_annotation_names(store_path: str | Path) -> list[str]:
-    return sorted(file.parent.name for file in (Path(store_path) / FOLDER).glob(f"*/{FILE}"))
+    return sorted(file.parent.name for file in Path(store_path).glob("question_annotations/*/question_values.json"))
 
 
 def question_values(store_path: str | Path, name: str, keys: Sequence[Key]) -> list[float | None]:

@@ -89,7 +89,12 @@ def _continues(longer: pa.Table, shorter: pa.Table) -> bool:
 def merge_parts(
     root: Path, entries: Sequence[ShardEntry], *, check: Callable[[ShardEntry], None], questions: QuestionsOf
 ) -> StoreManifest:
-    trusted = _joined_before(root)
+    try:  # shards that an earlier join verified
+        trusted = {entry.file: entry.sha256 for entry in manifest.read_manifest(root).shards}
+    except StoreVersionError:
+        raise
+    except StoreCorruptError:
+        trusted = {}
     for entry in entries:
         if trusted.get(entry.file) == entry.sha256:
             shards.check_shard(root / entry.file, size=entry.bytes, sha256=None)
@@ -120,16 +125,6 @@ def merge_parts(
         shards=tuple(merged),
         rereads=tuple(sorted(rereads, key=lambda reread: reread.at)),
     )
-
-
-def _joined_before(root: Path) -> dict[str, str]:
-    """Return the sha256 of shards that an earlier join verified; none if the manifest cannot be read."""
-    try:
-        return {entry.file: entry.sha256 for entry in manifest.read_manifest(root).shards}
-    except StoreVersionError:
-        raise
-    except StoreCorruptError:
-        return {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,23 +247,14 @@ def _hide(entry: ShardEntry, names: Iterable[str]) -> ShardEntry:
     return replace(entry, dropped=tuple(sorted({*entry.dropped, *names})))
 
 
-def drop_later_rounds(root: Path, first: int) -> int:
-    with all_parts(root) as folders:
-        dropped = _drop_shards(folders, lambda _, entry: entry.round >= first)
-    for round in manifest.read_rounds(root):
-        if round >= first:
-            manifest.round_file(root, round).unlink()
-    return dropped
-
-
 def drop_replaced(root: Path) -> int:
     """Delete the replaced shards of a store whose parts are all locked and joined. Returns their number."""
     folders = parts.part_folders(root)
     replaced = {entry.replaces for folder in folders for entry in parts.read_part(folder).shards}
-    return _drop_shards(folders, lambda file, _: file in replaced)
+    return drop_shards(folders, lambda file, _: file in replaced)
 
 
-def _drop_shards(folders: Iterable[Path], unwanted: Callable[[str, ShardEntry], bool]) -> int:
+def drop_shards(folders: Iterable[Path], unwanted: Callable[[str, ShardEntry], bool]) -> int:
     """Remove ``unwanted`` (file, entry) from parts: first from the manifests, then from disk. Returns their number."""
     dropped = 0
     for folder in folders:

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from selfcal_lightning.core.plan import Sampling
-from selfcal_lightning.data.store.manifest import ShardEntry, check_place
+from selfcal_lightning.data.store.manifest import check_place
 from selfcal_lightning.data.store.parts import part_entries
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.data.store.shards import SampleIndex, decode_question, read_shard
@@ -96,17 +96,8 @@ def plan_sampling(
     done = [min(count, num_samples) if planned is None else planned.get(name, 0) for name, count in there.items()]
     entries = part_entries(Path(store_dir))
     rows = sum(entry.rows for entry in entries)
-    return Sampling(
-        store_dir,
-        responses,
-        stored=min(sum(done), responses or 0),
-        most_tokens=most_tokens,
-        mean_tokens=_mean_tokens(Path(store_dir), entries),
-        bytes_each=sum(entry.bytes for entry in entries) / rows if rows else None,
-    )
-
-
-def _mean_tokens(root: Path, entries: list[ShardEntry]) -> float | None:
-    tables = [read_shard(root / entry.file, columns=("num_tokens",)) for entry in entries[-SHARDS_READ:]]
+    tables = [read_shard(Path(store_dir) / entry.file, columns=("num_tokens",)) for entry in entries[-SHARDS_READ:]]
     lengths = [length for table in tables for length in table["num_tokens"].to_pylist() if length is not None]
-    return sum(lengths) / len(lengths) if lengths else None
+    mean_tokens = sum(lengths) / len(lengths) if lengths else None
+    bytes_each = sum(entry.bytes for entry in entries) / rows if rows else None
+    return Sampling(store_dir, responses, min(sum(done), responses or 0), most_tokens, mean_tokens, bytes_each)

@@ -193,13 +193,10 @@ def write_shard(folder: Path, number: int, round: int, tables: Sequence[pa.Table
     data = encode_shard(tables, {"fingerprint": fingerprint, "part": folder.name})
     write_atomically(folder / name, data)
     return {
-        "file": name,
-        "questions": len(tables),
-        "rows": sum(table.num_rows for table in tables),
-        "splits": dict(Counter(table["split"][0].as_py() for table in tables)),
-        "bytes": len(data),
+        "file": name, "questions": len(tables), "rows": sum(table.num_rows for table in tables),
+        "splits": dict(Counter(table["split"][0].as_py() for table in tables)), "bytes": len(data),
         "sha256": hashlib.sha256(data).hexdigest(),
-    }
+    }  # fmt: skip
 
 
 def part_folders(root: Path) -> list[Path]:

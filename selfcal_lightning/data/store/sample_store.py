@@ -233,7 +233,11 @@ class SampleStore:
         """
         if first < 1:
             raise InputError(f"`first` must be at least 1, got {first}. Use another `store_dir` for round 0.")
-        dropped = maintenance.drop_later_rounds(self.path, first)
+        with maintenance.all_parts(self.path) as folders:
+            dropped = maintenance.drop_shards(folders, lambda _, entry: entry.round >= first)
+        for round in records.read_rounds(self.path):
+            if round >= first:
+                records.round_file(self.path, round).unlink()
         self.join()
         return dropped
 

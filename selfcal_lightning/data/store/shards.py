@@ -79,16 +79,12 @@ def encode_question(group: QuestionSamples) -> pa.Table:
     if any(sample.prefix_tokens for sample in samples):
         raise InputError(f"Expected whole samples of question {question.id!r}, but got some that continue a prefix.")
     same = {
-        "question_id": question.id,
-        "task": question.task,
-        "split": group.split,
+        "question_id": question.id, "task": question.task, "split": group.split, "question_text": question.text,
         "messages": json.dumps([asdict(message) for message in question.messages], ensure_ascii=False),
-        "question_text": question.text,
-        "reference": question.reference,
-        "question_sha256": question_digest(question),
+        "reference": question.reference, "question_sha256": question_digest(question),
         "prompt_ids": None if group.prompt_ids is None else list(group.prompt_ids),
         "num_prompt_tokens": None if group.prompt_ids is None else len(group.prompt_ids),
-    }
+    }  # fmt: skip
     repeated = {name: [value] * len(samples) for name, value in same.items()}
     own = {name: [getattr(sample, name) for sample in samples] for name in OWN}
     further = [json.dumps(dict(one.confidences), allow_nan=False) if one.confidences else None for one in samples]
@@ -237,7 +233,9 @@ class SampleIndex:
 def build_index(tables: Sequence[pa.Table], rows: Sequence[np.ndarray], files: Sequence[str]) -> SampleIndex:
     schema_only = pa.table({name: pa.array([], pa.string()) for name in INDEX_COLUMNS})
     table = pa.concat_tables(tables) if tables else schema_only
-    codes, names = _ranks(table["question_id"])
+    codes, ids = _codes(table["question_id"])
+    names, ranks = np.unique(_objects(ids), return_inverse=True)
+    codes = ranks[codes]
     sample_index = _integers(table["index"])
     order = np.lexsort((sample_index, codes))
     shard = np.repeat(np.arange(len(files), dtype=np.int32), [len(part) for part in rows])
@@ -245,18 +243,11 @@ def build_index(tables: Sequence[pa.Table], rows: Sequence[np.ndarray], files: S
     texts = {name: _shared(table[name])[order] for name in ("task", "split", "answer", "finish")}
     numbers = {name: _floats(table[name])[order] for name in ("correct", "yes_mass", "no_mass", "logprob")}
     lengths = {name: _integers(table[name])[order] for name in ("num_prompt_tokens", "num_tokens")}
+    confidences = {name: values[order] for name, values in _confidences(table["confidences"]).items()}
     return SampleIndex(
-        question_id=names[codes][order],
-        question_index=codes[order],
-        sample_index=sample_index[order],
-        confidences={name: values[order] for name, values in _confidences(table["confidences"]).items()},
-        shard=shard[order],
-        row=row[order],
-        files=tuple(files),
-        **texts,
-        **numbers,
-        **lengths,
-    )
+        question_id=names[codes][order], question_index=codes[order], sample_index=sample_index[order],
+        confidences=confidences, shard=shard[order], row=row[order], files=tuple(files), **texts, **numbers, **lengths,
+    )  # fmt: skip
 
 
 def _codes(column: pa.ChunkedArray) -> tuple[np.ndarray, list[str]]:
@@ -269,15 +260,6 @@ def _shared(column: pa.ChunkedArray) -> np.ndarray:
     """Return a column of text as an object array whose equal entries are one string; null is None."""
     codes, values = _codes(column)
     return _objects([*values, None])[codes]
-
-
-def _ranks(column: pa.ChunkedArray) -> tuple[np.ndarray, np.ndarray]:
-    """Return (rank of each row's value, the values in order)."""
-    codes, values = _codes(column)
-    order = sorted(range(len(values)), key=values.__getitem__)
-    ranks = np.empty(len(values), np.int64)
-    ranks[order] = np.arange(len(values))
-    return ranks[codes], _objects([values[position] for position in order])
 
 
 def _objects(values: Sequence[str | None]) -> np.ndarray:

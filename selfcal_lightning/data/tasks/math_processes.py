@@ -14,9 +14,8 @@ import sys
 import threading
 import time
 from collections import OrderedDict
-from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, cast
+from typing import IO, NamedTuple, cast
 
 from selfcal_lightning.core.errors import InputError, RunError
 from selfcal_lightning.core.progress import say
@@ -45,9 +44,8 @@ class MathWorker:
         line = self.replies.readline() if self.has_written(start_seconds) else ""
         if not line or "error" in json.loads(line):
             self.kill()
-            reason = (
-                json.loads(line)["error"] if line else f"it ended, or gave no sign of life within {start_seconds} s"
-            )
+            silence = f"it ended, or gave no sign of life within {start_seconds} s"
+            reason = json.loads(line)["error"] if line else silence
             raise RunError(f"The process for checking expressions with math-verify did not start: {reason}.")
 
     def has_written(self, seconds: float) -> bool:
@@ -146,8 +144,7 @@ class MathComparer:
         return equal
 
 
-@dataclass(frozen=True, slots=True)
-class Undecided:
+class Undecided(NamedTuple):
     """How many pairs of expressions the process-wide comparer left undecided, and how many of them untried."""
 
     pairs: int
@@ -157,11 +154,6 @@ class Undecided:
     def so_far(cls) -> Undecided:
         comparer = default_comparer()
         return cls(comparer.num_undecided, comparer.num_untried)
-
-    def __str__(self) -> str:
-        pairs = "pair of expressions was" if self.pairs == 1 else "pairs of expressions were"
-        untried = f", {self.untried:,} of them untried for want of time" if self.untried else ""
-        return f"{self.pairs:,} {pairs} left undecided and count as different{untried}"
 
 
 _default: MathComparer | None = None
@@ -184,8 +176,9 @@ def default_comparer() -> MathComparer:
 
 def say_undecided(before: Undecided) -> int:
     """Report the pairs of expressions that were left undecided since ``before``, and return their number."""
-    now = Undecided.so_far()
-    found = Undecided(now.pairs - before.pairs, now.untried - before.untried)
-    if found.pairs:
-        say(f"{found}.")
-    return found.pairs
+    pairs, untried = (now - then for now, then in zip(Undecided.so_far(), before, strict=True))
+    if pairs:
+        were = "pair of expressions was" if pairs == 1 else "pairs of expressions were"
+        rest = f", {untried:,} of them untried for want of time" if untried else ""
+        say(f"{pairs:,} {were} left undecided and count as different{rest}.")
+    return pairs

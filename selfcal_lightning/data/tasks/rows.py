@@ -178,6 +178,7 @@ FIELDS = ("question", "answer", "id", "task", "choices")
 CHOICE_TASK = "local_choice"
 HUB_PREFIX, CSV_ENDING = "hf:", ".csv"
 ANSWER, SYNONYM = "answer", "reference"
+LISTED = f"question, {ANSWER} (or {SYNONYM}), id, task, choices"
 # Fields of pools, whose lines are questions with responses.
 OF_POOLS = ("responses", "split", "messages")
 CHOICE_LETTERS = "ABCDEFGH"
@@ -371,10 +372,10 @@ def check_spelling(row: Mapping[str, Any], origin: str) -> None:
     for name in row:
         known = name in (*FIELDS, SYNONYM, *OF_POOLS)
         if not known and (hint := did_you_mean(str(name).lower(), absent)):
-            raise InputError(f"{origin}: Expected the fields {_listed()}, but got {name!r}.{hint}")
+            raise InputError(f"{origin}: Expected the fields {LISTED}, but got {name!r}.{hint}")
     if "question" not in row:
         given = ", ".join(map(str, row)) or "none"
-        raise InputError(f"{origin}: Expected the field `question` (of {_listed()}), but got only {given}.")
+        raise InputError(f"{origin}: Expected the field `question` (of {LISTED}), but got only {given}.")
 
 
 def _parse(numbered: Iterable[tuple[int, Mapping[str, Any]]], origin: str, place: str) -> list[QuestionRow]:
@@ -386,7 +387,7 @@ def _parse(numbered: Iterable[tuple[int, Mapping[str, Any]]], origin: str, place
     if not rows:
         raise InputError(f"Expected {origin} to hold at least one question, but got none.")
     if others:
-        logger.warning("The fields %s of %s are not read; those that are: %s.", ", ".join(others), origin, _listed())
+        logger.warning("The fields %s of %s are not read; those that are: %s.", ", ".join(others), origin, LISTED)
     return rows
 
 
@@ -411,7 +412,3 @@ def _is_json(line: str) -> bool:
         return not isinstance(parse_json(line, origin="the line"), str)
     except UnreadableJSONError:
         return False
-
-
-def _listed() -> str:
-    return f"question, {ANSWER} (or {SYNONYM}), id, task, choices"

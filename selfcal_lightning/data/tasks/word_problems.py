@@ -6,6 +6,7 @@ import random
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 from itertools import accumulate, islice, pairwise
 from operator import add, floordiv, mul, sub
 from typing import Literal
@@ -160,9 +161,7 @@ def write_comparison(draft: Draft) -> None:
     if not add_up or sum(values) > LARGEST_VALUE:
         draft.say("How many {things} does {name} have?", things=things, name=names[-1])
         return
-    total = values[0]
-    for value in values[1:]:
-        total = draft.compute(total, "+", value)
+    reduce(lambda total, value: draft.compute(total, "+", value), values)
     draft.say("How many {things} do they have together?", things=things)
 
 
@@ -176,9 +175,7 @@ def write_shop(draft: Draft) -> None:
     listed = " and ".join(f"{count} {kind} for {price} dollars each" for count, kind, price in orders)
     draft.say("{name} buys {listed}.", name=name, listed=listed)
     costs = [draft.compute(price, "*", count) for price, count in zip(prices, counts, strict=True)]
-    total = costs[0]
-    for cost in costs[1:]:
-        total = draft.compute(total, "+", cost)
+    total = reduce(lambda total, cost: draft.compute(total, "+", cost), costs)
     if draft.steps in (2, 4) and total < LARGEST_GIVEN:
         paid = draft.rng.randint(total + 1, min(LARGEST_GIVEN, total + 20 * draft.level**2))
         draft.say("{pronoun} pays with {n} dollars.", pronoun=pronoun, n=paid)

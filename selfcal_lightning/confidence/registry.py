@@ -13,7 +13,7 @@ from selfcal_lightning.confidence.agreement import Cocoa, SemanticEntropy, Seman
 from selfcal_lightning.confidence.base import STORED, Estimator, RewardSupport, SampleScorer
 from selfcal_lightning.confidence.verbalized import Verbalized, VerbalizedPercent, VerbalizedWords
 from selfcal_lightning.core.errors import InputError, unknown_name
-from selfcal_lightning.core.registry import Registry
+from selfcal_lightning.core.plugins import Registry
 from selfcal_lightning.data.step_settings import Aggregation, Steps, check_steps
 from selfcal_lightning.metrics.arrays import check_positive
 

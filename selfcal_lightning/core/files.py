@@ -225,29 +225,25 @@ class UnreadableJSONError(InputError):
         self.reason, self.line = reason, line
 
 
-class _RepeatedKeyError(Exception):
-    pass
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):  # Python would silently keep the last value
-        names = [name for name, _ in pairs]
-        raise _RepeatedKeyError(next(name for name in names if names.count(name) > 1))
-    return found
-
-
 def parse_json(content: bytes | str, *, origin: str, repeats: bool = True) -> Any:
     """Parse JSON text; without ``repeats`` an object with a key twice is refused."""
+
+    def without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        names = [name for name, _ in pairs]
+        if len(set(names)) < len(names):  # Python would silently keep the last value
+            twice = next(name for name in names if names.count(name) > 1)
+            raise UnreadableJSONError(origin, f"the key {twice!r} twice in one object")
+        return dict(pairs)
+
     line = None
     try:
         text = content.decode("utf-8-sig") if isinstance(content, bytes) else content
-        found = json.loads(text, object_pairs_hook=None if repeats else _object)
+        found = json.loads(text, object_pairs_hook=None if repeats else without_repeats)
         if _SURROGATE.search(text):
             json.dumps(found, ensure_ascii=False).encode()
         return found
-    except _RepeatedKeyError as error:
-        reason = f"the key {error.args[0]!r} twice in one object"
+    except UnreadableJSONError:
+        raise
     except json.JSONDecodeError as error:
         where = "" if error.lineno == 1 else f"line {error.lineno}, "
         reason, line = f"{error.msg.removesuffix(' at')} at {where}column {error.colno}", error.lineno

@@ -37,21 +37,21 @@ def explain(error: BaseException, *, who: str, command: Sequence[str] = ()) -> s
         return f"{who}: error: {_refusal(error)}"
     if isinstance(error, RuntimeError) and str(error).startswith("Symlink loop from"):  # of `Path.resolve`
         return f"{who}: error: {error}: name a file or a folder."
-    if isinstance(error, RuntimeError) and _has_peers() and _LOST_PEER.search(str(error)):
+    distributed = sys.modules.get("torch.distributed")
+    has_peers = "WORLD_SIZE" in os.environ or (distributed is not None and distributed.is_initialized())
+    if isinstance(error, RuntimeError) and has_peers and _LOST_PEER.search(str(error)):
         return (
             f"{who}: error: Another process of this training was lost: {_one_line(error)[:200]} Its own log says why. "
             "Start all of them again; with `ckpt_path: last` they continue from the last checkpoint."
         )
+    urls = (entry.partition(", ") for entry in metadata.metadata("selfcal-lightning").get_all("Project-URL") or ())
+    trackers = (url for label, _, url in urls if "issue" in label.lower())
+    tracker = next(trackers, "those from whom you have this package")
     way = f"`{TRACEBACK_VARIABLE}=1 {shlex.join(command)}`" if command else f"The same with {TRACEBACK_VARIABLE}=1"
     return (
         f"{who}: a defect of selfcal_lightning, or of a library that it uses: {type(error).__name__}: {error}\n"
-        f"{way} shows where it was raised. Please report it with that {_tracker()}."
+        f"{way} shows where it was raised. Please report it with that to {tracker}."
     )
-
-
-def _has_peers() -> bool:
-    distributed = sys.modules.get("torch.distributed")
-    return "WORLD_SIZE" in os.environ or (distributed is not None and distributed.is_initialized())
 
 
 def explain_interruption(error: BaseException, *, who: str, kept: str) -> str:
@@ -67,12 +67,6 @@ def _refusal(error: OSError) -> str:
 
 def _one_line(error: BaseException) -> str:
     return " ".join(str(error).split())
-
-
-def _tracker() -> str:
-    urls = (entry.partition(", ") for entry in metadata.metadata("selfcal-lightning").get_all("Project-URL") or ())
-    found = [url for label, _, url in urls if "issue" in label.lower()]
-    return f"to {found[0]}" if found else "to those from whom you have this package"
 
 
 def say_last(text: str) -> None:

@@ -1,4 +1,4 @@
-"""Plug-ins: users' modules that register tasks, estimators, strategies and reward formats when imported.
+"""Registries of tasks, estimators, strategies and reward formats, and plug-ins: users' modules that add to them.
 
 The user names them (``--plugins``, or ``plugins`` in a YAML file) or installs them (an entry point); nothing is ever
 loaded from a model folder or from data. Child processes get the same plug-ins through the environment.
@@ -12,14 +12,14 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 from selfcal_lightning.core.config_files import configurations, given_options
-from selfcal_lightning.core.errors import InputError, UserError
+from selfcal_lightning.core.errors import InputError, UserError, unknown_name
 
 OPTION = "plugins"
 GROUP = "selfcal_lightning.core.plugins"
@@ -32,6 +32,36 @@ _FILE_ENDING = ".py"
 # What this process has imported: names by place, and the entry points.
 _loaded: dict[str, str] = {}
 _loaded_points: set[str] = set()
+T = TypeVar("T", bound=Any)  # whatever has a `name`
+
+
+class Registry(dict[str, T]):
+    """The members of a family by name; an unknown name raises InputError, with the most similar one.
+
+    Args:
+        option: The option that takes such a name, for messages.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> Registry("task", [SimpleNamespace(name="gsm8k")])["gsm9k"]
+        Traceback (most recent call last):
+        selfcal_lightning.core.errors.InputError: Expected `task` to be one of gsm8k, but got 'gsm9k'. Did you ...
+    """
+
+    def __init__(self, option: str, members: Iterable[T] = ()) -> None:
+        super().__init__({member.name: member for member in members})
+        self.option = option
+
+    def __missing__(self, name: str) -> T:
+        raise unknown_name(self.option, name, self)
+
+    def register(self, member: T, *, reserved: Collection[str] = ()) -> T:
+        """Add a member under its own name, which must be neither taken nor ``reserved``."""
+        name = str(member.name)
+        if name in self or name in reserved:
+            raise InputError(f"Expected a new name for `{self.option}`, but {name!r} is registered already.")
+        self[name] = member
+        return member
 
 
 def named_plugins(arguments: Sequence[str]) -> list[str]:

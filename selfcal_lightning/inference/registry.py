@@ -8,7 +8,7 @@ from pkgutil import resolve_name
 from typing import Any
 
 from selfcal_lightning.core.errors import InputError, did_you_mean, unknown_name
-from selfcal_lightning.core.registry import Registry
+from selfcal_lightning.core.plugins import Registry
 from selfcal_lightning.inference.adaptive_consistency import AdaptiveConsistency
 from selfcal_lightning.inference.base import Strategy
 from selfcal_lightning.inference.stopping import CGES, EarlyStopping, WindowStopping

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, get_args
 
 from selfcal_lightning.core.errors import InputError
-from selfcal_lightning.core.registry import Registry
+from selfcal_lightning.core.plugins import Registry
 
 Judged = Literal["steps", "response"]
 Layout = Literal["marked", "pieces", "turns", "chat", "continued"]

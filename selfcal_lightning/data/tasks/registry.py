@@ -6,7 +6,7 @@ from typing import Protocol
 
 from selfcal_lightning.core.errors import InputError, check_at_least
 from selfcal_lightning.core.plan import QuestionCount
-from selfcal_lightning.core.registry import Registry
+from selfcal_lightning.core.plugins import Registry
 from selfcal_lightning.data.tasks import answer_types
 from selfcal_lightning.data.tasks.base import Part, Task, take_part
 from selfcal_lightning.data.tasks.dataset import DatasetTask, LocalQuestions
@@ -104,12 +104,6 @@ def check_source(place: QuestionPlace, task: str) -> None:
 
 
 def count_source(place: QuestionPlace, task: str, *, role: str) -> QuestionCount:
-    known, path, limit = get_task(task), place.path, place.limit
-    if known.is_remote(path=path):
-        return QuestionCount(role, task, limit, is_limit=limit is not None)
-    last = None if limit is None else place.offset + limit
-    if place.part is not None:
-        found = take_part(known.load(place.split, path=path), place.part)[:last]
-    else:
-        found = known.load(place.split, path=path, limit=last)
-    return QuestionCount(role, task, max(0, len(found) - place.offset))
+    if get_task(task).is_remote(path=place.path):
+        return QuestionCount(role, task, place.limit, is_limit=place.limit is not None)
+    return QuestionCount(role, task, len(load_source(place, task)))

@@ -14,9 +14,8 @@ import yaml
 
 from selfcal_lightning.core import processes
 from selfcal_lightning.core.errors import InputError, RunError
-from selfcal_lightning.core.files import write_atomically
+from selfcal_lightning.core.files import flatten, write_atomically
 from selfcal_lightning.core.progress import say
-from selfcal_lightning.data.store.manifest import flatten
 from selfcal_lightning.models.folders import read_manifest
 from selfcal_lightning.training.stages import ADAPTER, CONFIG, check_modes, lay_out, model_of, read_stage
 

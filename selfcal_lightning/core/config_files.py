@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.core.files import flatten
 
 OPTIONS = ("--config", "-c")
 MOST_LEVELS = 100
@@ -117,7 +118,7 @@ def given_settings(arguments: Sequence[str]) -> dict[str, Any]:
     """
     settings: dict[str, Any] = {}
     for content in configurations(arguments):
-        settings |= _flat(content)
+        settings |= {_short(name): value for name, value in flatten(content)}
     for option, value in given_options(arguments):
         if option.startswith("--") and option not in OPTIONS:
             settings[_short(option[2:])] = value
@@ -130,13 +131,6 @@ def _yaml_text(text: str) -> dict[str, Any]:
     except (yaml.YAMLError, ValueError, RecursionError):  # the verb's parser says what is wrong
         return {}
     return content if isinstance(content, dict) else {}
-
-
-def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, value in settings.items():
-        found |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {_short(f"{prefix}{name}"): value}
-    return found
 
 
 def _short(name: str) -> str:

@@ -70,6 +70,15 @@ def to_json(content: Mapping[str, Any]) -> bytes:
     return (json.dumps(content, indent=1, allow_nan=False, ensure_ascii=False) + "\n").encode()
 
 
+def flatten(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield ("a.b", value) for nested mappings."""
+    for name, value in content.items():
+        if isinstance(value, Mapping):
+            yield from flatten(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
 SEAL = "sha256"
 
 

@@ -18,10 +18,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 from selfcal_lightning.confidence.domain import Domain
 from selfcal_lightning.core.errors import InputError
-from selfcal_lightning.core.files import is_empty_folder, read_json_object
+from selfcal_lightning.core.files import flatten, is_empty_folder, read_json_object
 from selfcal_lightning.core.imports import class_path, is_installed
 from selfcal_lightning.core.progress import say
-from selfcal_lightning.data.store.manifest import flatten
 from selfcal_lightning.models import folders
 
 if TYPE_CHECKING:

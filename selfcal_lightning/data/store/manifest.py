@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
 from selfcal_lightning.core.errors import InputError
-from selfcal_lightning.core.files import SEAL, seal_of, sealed, write_atomically
+from selfcal_lightning.core.files import SEAL, flatten, seal_of, sealed, write_atomically
 from selfcal_lightning.data.store.shards import StoreCorruptError, StoreVersionError
 from selfcal_lightning.records import ModelIdentity, PromptIdentity, SamplingSettings
 
@@ -277,15 +277,6 @@ def read_manifest(root: Path) -> StoreManifest:
     """Return what readers of the store in ``root`` see; no shards before the first join."""
     file = root / MANIFEST_FILE
     return read_record(file, StoreManifest.from_json) if file.exists() else StoreManifest(read_rounds(root))
-
-
-def flatten(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield ("a.b", value) for nested mappings."""
-    for name, value in content.items():
-        if isinstance(value, Mapping):
-            yield from flatten(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
 
 
 def _identity(content: Mapping[str, Any]) -> dict[str, Any]:

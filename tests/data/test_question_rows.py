@@ -16,7 +16,7 @@ from support.store_samples import write_lines
 from selfcal_lightning.commands.presets import CommonCase, common_case, prepare
 from selfcal_lightning.commands.python import calibrate, evaluate
 from selfcal_lightning.core.errors import InputError
-from selfcal_lightning.data.pools.line_format import read_pool
+from selfcal_lightning.data.pools.line_format import read_foreign_pool
 from selfcal_lightning.data.tasks.base import take_part
 from selfcal_lightning.data.tasks.registry import load_some
 from selfcal_lightning.data.tasks.rows import Columns, read_question_file
@@ -105,12 +105,12 @@ def test_the_lines_of_another_task_are_that_ones(tmp_path: Path) -> None:
 def test_a_line_of_a_pool_takes_the_same_fields(tmp_path: Path) -> None:
     base = {"id": "a", "task": "local_number", "question": "2+2?", "responses": [], "split": "test"}
     file = write_lines(tmp_path / "p.jsonl", {**base, "answer": 4}, {**base, "id": "b", "reference": "4"})
-    assert [line.question.reference for _, line in read_pool(file, task=None, split=None)] == ["4", "4"]
+    assert [line.question.reference for _, line in read_foreign_pool(file, task=None, split=None)] == ["4", "4"]
     long = write_lines(tmp_path / "long.jsonl", {**base, "answer": 10**400})
-    assert [line.question.reference for _, line in read_pool(long, task=None, split=None)] == [str(10**400)]
+    assert [line.question.reference for _, line in read_foreign_pool(long, task=None, split=None)] == [str(10**400)]
     bad = write_lines(tmp_path / "bad.jsonl", {**base, "anwser": 4})
     with pytest.raises(ValueError, match=r"bad.jsonl:1: .*'anwser'. Did you mean 'answer'"):
-        list(read_pool(bad, task=None, split=None))
+        list(read_foreign_pool(bad, task=None, split=None))
 
 
 def test_parts_share_no_text_and_leave_nothing_out(tmp_path: Path) -> None:

@@ -120,7 +120,8 @@ def export_log(
     if format == "inspect" and place.suffix != ".json":
         raise InputError(f"`path` of an inspect log must end with .json, got {place}: inspect_ai tells logs by it.")
     found = list(store.samples(split=split, round=round, task=task))
-    groups = [replace(group, samples=kept) for group in found if (kept := _verified(group.samples))]
+    verified = ([s for s in group.samples if s.correct is not None and not is_failed(s)] for group in found)
+    groups = [replace(group, samples=tuple(kept)) for group, kept in zip(found, verified, strict=True) if kept]
     written = sum(len(group.samples) for group in groups)
     dropped = sum(len(group.samples) for group in found) - written
     if not groups:
@@ -135,10 +136,6 @@ def export_log(
     else:
         files.write_json_lines(place, _lm_eval(groups) if format == "lm-eval" else _every_eval_ever(groups, model))
     return ExportReport(len(groups), written, dropped)
-
-
-def _verified(samples: Sequence[Sample]) -> tuple[Sample, ...]:
-    return tuple(sample for sample in samples if sample.correct is not None and not is_failed(sample))
 
 
 def _is_own_log(path: Path) -> bool:

@@ -47,9 +47,7 @@ QUESTIONS_PER_SHARD = 256
 class SampledPool:
     lines: list[PoolLine]
     dropped: Counter[str] = field(default_factory=Counter)
-    overruled: int = 0
-    differing: int = 0
-    without_responses: int = 0
+    further: Counter[str] = field(default_factory=Counter)  # of the report, by its fields
 
 
 def find_sampled(path: str | Path) -> Path | None:
@@ -91,10 +89,10 @@ def read_sampled(path: Path, *, task: str, split: str, stated: bool = True) -> S
         PoolLine(questions[name], split, [given[own] for own in sorted(given, key=_order)])
         for name, given in found.items()
     ]
-    pool.without_responses = len(truths.keys() - questions.keys())
+    pool.further["without_responses"] = len(truths.keys() - questions.keys())
     for name in questions.keys() & truths.keys() if stated else ():
-        stated_counts = truths[name].get("num_samples"), truths[name].get("num_correct")
-        pool.differing += stated_counts != (len(found[name]), sum(bool(one["correct"]) for one in found[name].values()))
+        counted = len(found[name]), sum(bool(one["correct"]) for one in found[name].values())
+        pool.further["differing"] += counted != (truths[name].get("num_samples"), truths[name].get("num_correct"))
     return pool
 
 
@@ -137,7 +135,7 @@ def _response(path: Path, number: int, row: Mapping[str, Any], pool: SampledPool
     correct = row.get("correctness")
     check_line(path, number, "`correctness` to be 0, 1 or null", correct, correct in (0, 1, None))
     answer = _text(row.get("parsed_response"))
-    pool.overruled += answer is None and bool(correct)
+    pool.further["overruled"] += answer is None and bool(correct)
     right = None if correct is None else bool(correct) and answer is not None
     return {**response, "answer": answer, "correct": right}
 
@@ -233,8 +231,7 @@ def import_sampled(path: Path, store_dir: str | Path, *, task: str, split: str, 
         raise InputError(f"Expected {path} to hold responses to questions, but got none.")
     store = open_imported(store_dir, path, {"task": task, "stated": stated})
     report = _store_lines(path, store, enumerate(pool.lines, start=1), _sizes(pool.lines), pool.dropped)
-    further = {name: getattr(pool, name) for name in ("overruled", "differing", "without_responses")}
-    return replace(report, **further)
+    return replace(report, **pool.further)
 
 
 def import_log(

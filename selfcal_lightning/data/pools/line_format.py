@@ -83,15 +83,6 @@ class PoolLine:
     responses: list[dict[str, Any]]
 
 
-def read_pool(
-    path: Path, *, task: str | None, split: str | None, default_split: str | None = None
-) -> Iterator[tuple[int, PoolLine]]:
-    assumed = {} if default_split is None else {"split": default_split}
-    for number, line in read_json_lines(path):
-        given = {name: value for name, value in (("task", task), ("split", split)) if value is not None}
-        yield number, _parse_line(path, number, {**assumed, **line, **given})
-
-
 def _parse_line(path: Path, number: int, line: dict[str, Any]) -> PoolLine:
     check_spelling(line, f"{path}:{number}")
     if ANSWER in line or SYNONYM in line:
@@ -175,15 +166,11 @@ def recorded_response(response: Mapping[str, Any]) -> records.RecordedResponse:
         confidence.pop("p_true", None)
     tokens = response.get("tokens")
     return records.RecordedResponse(
-        text=response["text"],
-        token_ids=tuple(tokens) if isinstance(tokens, list) else None,
-        finish=response.get("finish"),
-        answer=response.get("answer", records.UNSTATED),
-        correct=response.get("correct", records.UNSTATED),
-        confidences=confidence,
-        num_tokens=tokens if isinstance(tokens, int) else None,
-        **columns,
-    )
+        text=response["text"], token_ids=tuple(tokens) if isinstance(tokens, list) else None,
+        finish=response.get("finish"), answer=response.get("answer", records.UNSTATED),
+        correct=response.get("correct", records.UNSTATED), confidences=confidence,
+        num_tokens=tokens if isinstance(tokens, int) else None, **columns,
+    )  # fmt: skip
 
 
 def judge_line(line: PoolLine) -> records.QuestionSamples:
@@ -198,13 +185,9 @@ def pool_line(rows: Sequence[StoredRow], *, token_ids: bool) -> dict[str, Any]:
     for row in rows:
         sample = row.sample
         numbers = {"p_true": sample.p_true, **{name: getattr(sample, name) for name in COLUMNS}, **sample.confidences}
-        response = {
-            "text": sample.text,
-            "answer": sample.answer,
-            "correct": sample.correct,
-            "confidence": {name: value for name, value in numbers.items() if value is not None},
-            "finish": sample.finish,
-        }
+        known = {name: value for name, value in numbers.items() if value is not None}
+        response = {"text": sample.text, "answer": sample.answer, "correct": sample.correct, "confidence": known}
+        response["finish"] = sample.finish
         tokens = list(sample.token_ids) if token_ids and sample.token_ids is not None else sample.num_tokens
         responses.append(response if tokens is None else {**response, "tokens": tokens})
     return written_line(rows[0].question, rows[0].split, responses)
@@ -250,7 +233,10 @@ def read_foreign_pool(
     if task is not None and "id" not in first and "responses" in first:
         lines = _read_rows(path, get_task(task), split or default_split or UNNAMED)
     else:
-        lines = read_pool(path, task=task, split=split, default_split=default_split)
+        assumed = {} if default_split is None else {"split": default_split}
+        given = {name: value for name, value in (("task", task), ("split", split)) if value is not None}
+        numbered = read_json_lines(path)
+        lines = ((number, _parse_line(path, number, {**assumed, **line, **given})) for number, line in numbered)
     seen: dict[str, int] = {}
     for number, line in lines:
         if (earlier := seen.setdefault(line.question.id, number)) != number:

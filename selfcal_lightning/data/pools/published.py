@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -19,7 +20,7 @@ from selfcal_lightning.data.store.shards import read_parquet
 from selfcal_lightning.data.tasks.judging import judge
 from selfcal_lightning.data.tasks.registry import get_task
 from selfcal_lightning.models.chat_format import ChatFormat, load_tokenizer
-from selfcal_lightning.records import Question, QuestionSamples, RecordedResponse, Sample
+from selfcal_lightning.records import Question, QuestionSamples, RecordedResponse
 
 FIELDS = ("input", "answer", "weighted_consistency", "consistency")
 TARGETS = {"ssc": "weighted_consistency", "consistency": "consistency"}
@@ -59,10 +60,16 @@ def import_training_records(
         raise InputError("Expected `prompt_separator` to be the text that opens the assistant's turn, but got ''.")
     reader = get_task(task)
     groups: dict[str, list[RecordedResponse]] = {}
-    counts = dict.fromkeys(("records", "unreadable", "without_target", "doubled_prompts", "ended"), 0)
+    counts = Counter[str]()
     others: set[str] = set()
-    for number, record in _read_records(path):
-        prompt, text, doubled = _split_input(path, number, record["input"], prompt_separator)
+    rows = enumerate(read_parquet(path).to_pylist(), start=1) if path.suffix == ".parquet" else read_json_lines(path)
+    for number, record in rows:
+        _check_fields(path, number, record, FIELDS)
+        given, answer = record["input"], record["answer"]
+        check_line(path, number, "`input` to be text", given, isinstance(given, str))
+        is_plain = isinstance(answer, str | int | float | None)
+        check_line(path, number, "`answer` to be text, a number or null", answer, is_plain)
+        prompt, text, doubled = _split_input(path, number, given, prompt_separator)
         ended = bool(end_of_turn) and text.endswith(end_of_turn)
         targets = {
             name: _share(path, number, field, value, slack=1e-6)
@@ -72,16 +79,13 @@ def import_training_records(
         response = RecordedResponse(
             text=text.removesuffix(end_of_turn) if ended else text,
             finish="stop" if ended else None,
-            answer=None if record["answer"] is None else str(record["answer"]),
+            answer=None if answer is None else str(answer),
             confidences=targets,
         )
         groups.setdefault(prompt, []).append(response)
         others |= record.keys() - set(FIELDS)
-        counts["records"] += 1
-        counts["unreadable"] += response.answer is None
-        counts["without_target"] += "ssc" not in targets
-        counts["doubled_prompts"] += doubled
-        counts["ended"] += ended
+        counts.update(records=1, unreadable=answer is None, without_target="ssc" not in targets)
+        counts.update(doubled_prompts=doubled, ended=ended)
     if not groups:
         raise InputError(f"Expected {path} to hold training records, but got an empty file.")
     chat = None if model is None else ChatFormat(load_tokenizer(model, revision=revision))
@@ -92,17 +96,13 @@ def import_training_records(
         for prompt, responses in groups.items():
             question = Question(f"record/{hashlib.sha256(prompt.encode()).hexdigest()[:24]}", task, (), None, prompt)
             if question.id not in stored:
-                writer.append(_with_tokens(question, judge(question, responses, reader), split, chat))
+                samples, prompt_ids = judge(question, responses, reader), None
+                if chat is not None:
+                    prompt_ids = tuple(chat.tokenizer.encode(prompt, add_special_tokens=False))
+                    samples = tuple(replace(sample, token_ids=chat.response_ids(sample.text)) for sample in samples)
+                writer.append(QuestionSamples(question, samples, split, prompt_ids))
     store.join()
     return RecordsReport(questions=len(groups), reused=len(stored), other_fields=tuple(sorted(others)), **counts)
-
-
-def _with_tokens(question: Question, samples: Sequence[Sample], split: str, chat: ChatFormat | None) -> QuestionSamples:
-    if chat is None:
-        return QuestionSamples(question, tuple(samples), split)
-    prompt_ids = tuple(chat.tokenizer.encode(question.text, add_special_tokens=False))
-    encoded = tuple(replace(sample, token_ids=chat.response_ids(sample.text)) for sample in samples)
-    return QuestionSamples(question, encoded, split, prompt_ids)
 
 
 def _split_input(path: Path, number: int, text: str, separator: str) -> tuple[str, str, bool]:
@@ -124,17 +124,6 @@ def _share(path: Path, number: int, field: str, value: Any, *, slack: float = 0.
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     check_line(path, number, f"`{field}` to lie in [0, 1]", value, is_number and 0.0 <= value <= 1.0 + slack)
     return min(float(value), 1.0)
-
-
-def _read_records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    rows = enumerate(read_parquet(path).to_pylist(), start=1) if path.suffix == ".parquet" else read_json_lines(path)
-    for number, record in rows:
-        _check_fields(path, number, record, FIELDS)
-        text, answer = record["input"], record["answer"]
-        check_line(path, number, "`input` to be text", text, isinstance(text, str))
-        is_plain = isinstance(answer, str | int | float | None)
-        check_line(path, number, "`answer` to be text, a number or null", answer, is_plain)
-        yield number, record
 
 
 def _check_fields(path: Path, number: int, record: dict[str, Any], fields: Sequence[str]) -> None:

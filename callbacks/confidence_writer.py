@@ -103,7 +103,7 @@ class ConfidenceWriter(Callback):
         annotation.write_part(self._run, _part(trainer.global_rank, trainer.world_size), index, values, shards)
         trainer.strategy.barrier("ConfidenceWriter: all parts are written")
         if trainer.is_global_zero:
-            report = annotation.publish(
+            num_rows = annotation.publish(
                 self._run,
                 [_part(rank, trainer.world_size) for rank in range(trainer.world_size)],
                 origin=self._origin,
@@ -122,7 +122,7 @@ class ConfidenceWriter(Callback):
             store = SampleStore(data.store_dir, num_samples=data.num_samples)
             stored = store.index(split=data.predict_split, round=rounds[scored.files[0]], confidences=[self.name])
             say(
-                f"ConfidenceWriter: wrote {self.name!r} of {report.rows:,} responses to {annotation.folder}; "
+                f"ConfidenceWriter: wrote {self.name!r} of {num_rows:,} responses to {annotation.folder}; "
                 f"{stored.num_missing(self.name):,} of {len(stored):,} stored for {data.predict_split!r} have none."
             )
         trainer.strategy.barrier("ConfidenceWriter: the run is published")

@@ -111,13 +111,6 @@ class KeyedRecord(NamedRecord[KeyedValues]):
             manifest.write_record(self.path, {"origin": plain, self.field: listed})
 
 
-@dataclass(frozen=True, slots=True)
-class AnnotationReport:
-    rows: int
-    unknown: int
-    total: int
-
-
 class Annotation(NamedRecord[manifest.AnnotationRecord]):
     """One named confidence of the rows of a store. Opening it reads and writes nothing."""
 
@@ -152,8 +145,8 @@ class Annotation(NamedRecord[manifest.AnnotationRecord]):
         origin: Mapping[str, Any],
         details: Mapping[str, Any],
         overwrite: bool = False,
-    ) -> AnnotationReport:
-        """Show readers the parts of a run, in one step. One process does this, after all have written theirs."""
+    ) -> int:
+        """Show readers the parts of a run in one step, and return their rows. One process does this, once all wrote."""
         files = [f"{run}-{part}.parquet" for part in parts]
         if absent := [file for file in files if not (self.folder / file).exists()]:
             raise RunError(
@@ -177,7 +170,7 @@ class Annotation(NamedRecord[manifest.AnnotationRecord]):
             for entry in earlier:
                 if entry.file not in shown:
                     (self.folder / entry.file).unlink(missing_ok=True)
-        return AnnotationReport(table.num_rows, table["value"].null_count, total.num_rows)
+        return table.num_rows
 
     def annotate(self, index: SampleIndex, shards: Sequence[manifest.ShardEntry]) -> SampleIndex:
         """Return ``index`` with this confidence, nan for rows without one; their number is logged."""

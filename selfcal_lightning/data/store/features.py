@@ -34,8 +34,6 @@ Arrays = Mapping[str, NDArray[np.float32]]
 
 
 class FeatureFolder:
-    """Vectors in a folder; nothing is read or written on construction."""
-
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
 

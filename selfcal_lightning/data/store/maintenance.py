@@ -167,10 +167,7 @@ def repair_store(root: Path, questions: QuestionsOf) -> RepairReport:
 
 
 def _repair_rounds(root: Path) -> list[str]:
-    """Move damaged records of rounds aside, and restore those of which the joined manifest has a copy.
-
-    One without a copy is written again by the next run, and then checked against the shards of its round.
-    """
+    """Move damaged records of rounds aside; restore those of the joined manifest, the next run writes the others."""
     moved = []
     for file in manifest.round_files(root):
         try:

@@ -292,11 +292,8 @@ _MOST_SHOWN = 200
 def origin_differences(stored: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Return one "field: there, here" for each field in which two origins differ."""
     mine, theirs = (dict(flatten(json.loads(json.dumps(dict(content))))) for content in (stored, now))
-    return [
-        f"{name}: {_shorten(mine.get(name))} in the store, {_shorten(theirs.get(name))} now"
-        for name in sorted(mine.keys() | theirs.keys())
-        if mine.get(name) != theirs.get(name)
-    ]
+    changed = [name for name in sorted(mine.keys() | theirs.keys()) if mine.get(name) != theirs.get(name)]
+    return [f"{name}: {_shorten(mine.get(name))} in the store, {_shorten(theirs.get(name))} now" for name in changed]
 
 
 def _shorten(value: object) -> str:

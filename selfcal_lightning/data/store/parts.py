@@ -206,11 +206,8 @@ def part_folders(root: Path) -> list[Path]:
 
 def part_entries(root: Path) -> list[ShardEntry]:
     """Return the committed shards of all parts; ``file`` is relative to ``root``."""
-    entries = [
-        replace(entry, file=f"parts/{folder.name}/{entry.file}")
-        for folder in part_folders(root)
-        for entry in read_part(folder).shards
-    ]
+    committed = ((folder.name, entry) for folder in part_folders(root) for entry in read_part(folder).shards)
+    entries = [replace(entry, file=f"parts/{part}/{entry.file}") for part, entry in committed]
     replaced = {entry.replaces for entry in entries}
     return [entry for entry in entries if entry.file not in replaced]
 

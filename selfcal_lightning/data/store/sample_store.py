@@ -227,10 +227,7 @@ class SampleStore:
         return reread
 
     def drop_rounds(self, first: int) -> int:
-        """Delete the samples of round ``first`` and all later ones, also from disk. Returns the number of shards.
-
-        Annotations of these rows stay, without rows that they belong to.
-        """
+        """Delete the samples, not the annotations, of round ``first`` and later ones. Returns the number of shards."""
         if first < 1:
             raise InputError(f"`first` must be at least 1, got {first}. Use another `store_dir` for round 0.")
         with maintenance.all_parts(self.path) as folders:

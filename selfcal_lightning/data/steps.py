@@ -58,15 +58,10 @@ class StepEnd(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """A step: its text, the end of its terminator, and whether later text cannot change it.
-
-    The text after the last terminator is a step of a finished response, without a terminator.
-    """
-
     text: Span
-    close: int
-    is_settled: bool
-    is_terminated: bool = True
+    close: int  # end of its terminator
+    is_settled: bool  # whether later text cannot change it
+    is_terminated: bool = True  # all but the text after the last terminator of a finished response
 
 
 def spans_of(text: str, steps: Steps) -> list[Span]:
@@ -121,12 +116,10 @@ def prefix_after(ends: Sequence[int], k: int) -> int | None:
 
 
 def step_position(k: int, num_steps: int) -> int:
-    """Return the index in ``POSITIONS`` of the prefix of k steps of a response of K steps.
-
-    The prefix before the last step comes before "first": there the answer is mostly decided.
-    """
+    """Return the index in ``POSITIONS`` of the prefix of k steps of a response of K steps."""
     if k == 0:
         return 0
+    # The prefix before the last step counts as that, also after the first: there the answer is mostly decided.
     return 4 if k == num_steps else 3 if k == num_steps - 1 else 1 if k == 1 else 2
 
 

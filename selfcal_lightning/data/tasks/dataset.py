@@ -178,7 +178,7 @@ class DatasetTask:
         if path is None and isinstance(source, rows.JoinedSource):
             return source.splits[split], rows.load_joined_rows(source, split, columns, id_column=self.dataset.id_column)
         if path is None and isinstance(source, rows.FileSource):
-            path = source.files[split]
+            path = source.splits[split]
         return f"the file {path}", rows.load_file_rows(str(path), columns)
 
     def _own_questions(self, split: str, path: str | None, *, chain_of_thought: bool) -> list[Question]:
@@ -188,12 +188,8 @@ class DatasetTask:
         if not mine:
             others = ", ".join(dict.fromkeys(row.task or "" for row in written))
             raise InputError(f"Expected {path} to hold questions of task {self.name!r}, but all are of {others}.")
-        questions = [
-            self.ask(
-                row, question_id=f"{self.name}/{split}/{row.id or f'{index:06d}'}", chain_of_thought=chain_of_thought
-            )
-            for index, row in mine
-        ]
+        named = ((f"{self.name}/{split}/{row.id or f'{index:06d}'}", row) for index, row in mine)
+        questions = [self.ask(row, question_id=name, chain_of_thought=chain_of_thought) for name, row in named]
         self._check_ids(questions, f"the file {path}")
         return questions
 

@@ -62,10 +62,7 @@ def judge(
     round: int = 0,
     earlier: Sequence[Sample] = (),
 ) -> tuple[Sample, ...]:
-    """Return the samples of the responses to a question, in their order.
-
-    They follow the ``earlier`` samples of the question: answers are named by the first seen among all of them.
-    """
+    """Return the samples of the responses; answers are named by the first seen, also among ``earlier`` samples."""
     reader = Judge(question, task, round=round)
     for sample in earlier:
         record = replace(_record_of(sample), answer=sample.answer, correct=sample.correct)

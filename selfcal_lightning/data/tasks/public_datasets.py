@@ -77,18 +77,10 @@ def split_math_qa_options(text: str) -> list[str]:
     return options
 
 
-def _math_qa(row: Row, question_id: str) -> Item:
-    return Item(write_options(row["Problem"], split_math_qa_options(row["options"])), row["correct"])
-
-
 def _aqua_rat(row: Row, question_id: str) -> Item:
     """Drop the letters that the options bring, as in ``A)21``."""
     options = [re.sub(r"^\s*\(?[A-E]\s*\)\s*", "", option) for option in row["options"]]
     return Item(write_options(row["question"], options), row["correct"])
-
-
-def _mmlu(row: Row, question_id: str) -> Item:
-    return _by_index(row["question"], row["choices"], row["answer"], most=len(LETTERS))
 
 
 def _passage(question: str, options: str, label: str) -> Callable[[Row, str], Item]:
@@ -167,7 +159,8 @@ PUBLIC_DATASETS = (
     DatasetSpec(
         "math_qa", _LETTERS,
         HubSource("allenai/math_qa", _ALL, data_dir="default", revision=PARQUET_CONVERSION),
-        ("Problem", "options", "correct"), read=_math_qa,
+        ("Problem", "options", "correct"),
+        read=lambda row, _: Item(write_options(row["Problem"], split_math_qa_options(row["options"])), row["correct"]),
     ),
     # Algebra with rationales (arXiv 1705.04146).
     DatasetSpec(
@@ -228,7 +221,8 @@ PUBLIC_DATASETS = (
     # 57 subjects, from school to professions, with four options (arXiv 2009.03300).
     DatasetSpec(
         "mmlu", _FOUR_LETTERS, HubSource("cais/mmlu", {"validation": "validation", "test": "test"}, config="all"),
-        ("question", "choices", "answer"), read=_mmlu,
+        ("question", "choices", "answer"),
+        read=lambda row, _: _by_index(row["question"], row["choices"], row["answer"], most=len(LETTERS)),
     ),
     # 500 problems of the MATH test set (arXiv 2103.03874, 2305.20050).
     DatasetSpec(

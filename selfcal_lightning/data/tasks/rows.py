@@ -59,12 +59,9 @@ class HubRows:
 
 @dataclass(frozen=True, slots=True)
 class JoinedSource:
-    """A data set whose splits join several places on the hub, or leave out the rows of another split.
+    """A data set whose splits join several places on the hub, or leave out the rows of another split."""
 
-    Nothing is left out of a local file. ``pieces`` maps the name of a split to the pieces whose rows it joins.
-    """
-
-    pieces: Mapping[str, tuple[HubRows, ...]]
+    pieces: Mapping[str, tuple[HubRows, ...]]  # by the name of the split that joins them
 
     @property
     def splits(self) -> Mapping[str, str]:
@@ -75,11 +72,7 @@ class JoinedSource:
 class FileSource:
     """The files of a data set that comes with the code of its task, such as a plug-in: split -> path."""
 
-    files: Mapping[str, str]
-
-    @property
-    def splits(self) -> Mapping[str, str]:
-        return self.files
+    splits: Mapping[str, str]
 
 
 def load_file_rows(path: str, columns: Sequence[str]) -> list[dict[str, Any]]:

@@ -66,10 +66,7 @@ class Problem:
 
     @property
     def program(self) -> str:
-        """The family and its computations, without wording and without the order of terms, factors and steps.
-
-        Problems with different programs have different texts.
-        """
+        """The family and its computations, without wording and without the order of terms, factors and steps."""
         steps = []
         for equation in self.equations:
             left, right = equation.left, equation.right
@@ -281,14 +278,9 @@ def write_reading(draft: Draft) -> None:
 
 
 FAMILIES: dict[str, Callable[[Draft], None]] = {
-    "chain": write_chain,
-    "comparison": write_comparison,
-    "shop": write_shop,
-    "work": write_work,
-    "trip": write_trip,
-    "bus": write_bus,
-    "reading": write_reading,
-}
+    "chain": write_chain, "comparison": write_comparison, "shop": write_shop, "work": write_work, "trip": write_trip,
+    "bus": write_bus, "reading": write_reading,
+}  # fmt: skip
 
 
 def draw_problem(rng: random.Random, family: str, *, level: int, steps: int) -> Problem:
@@ -393,13 +385,9 @@ class WordProblems:
             questions = DatasetTask(LocalQuestions(self.name, NumberAnswers())).load(split, path=path, limit=limit)
             return [replace(question, messages=(Message("user", question.text),)) for question in questions]
         prefix = self.name if self.seed == 0 else f"{self.name}@{self.seed}"
-        return [
-            Question(
-                f"{prefix}/{split}/{index:06d}", self.name, (Message("user", problem.question),), str(problem.answer),
-                problem.question,
-            )
-            for index, problem in enumerate(self.load_problems(split, limit=limit))
-        ]  # fmt: skip
+        problems = enumerate(self.load_problems(split, limit=limit))
+        asked = ((f"{prefix}/{split}/{index:06d}", one.question, str(one.answer)) for index, one in problems)
+        return [Question(name, self.name, (Message("user", text),), answer, text) for name, text, answer in asked]
 
     def load_problems(self, split: str, *, limit: int | None = None) -> list[Problem]:
         plan = _split_plan(split)

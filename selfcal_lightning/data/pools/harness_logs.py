@@ -21,14 +21,8 @@ from typing import Any
 
 from selfcal_lightning.core.errors import InputError, unknown_name
 from selfcal_lightning.core.files import json_object_or_none, line_error, parse_json, read_json_lines, read_json_object
-from selfcal_lightning.data.tasks.rows import (
-    CHOICE_LETTERS,
-    Columns,
-    QuestionRow,
-    read_question_file,
-    read_table,
-    write_options,
-)
+from selfcal_lightning.data.tasks import rows
+from selfcal_lightning.data.tasks.rows import Columns
 from selfcal_lightning.records import UNSTATED, Message, Unstated
 
 LARGEST_MEMBER = 2**28  # bytes of one sample in a zip
@@ -40,6 +34,7 @@ FULL_SCORES |= {"True": True, "true": True, "TRUE": True, "False": False, "false
 NUMBER = re.compile(r"-?\d+(\.\d*)?")
 FINISHES = {"stop": "stop", "eos": "stop", "endoftext": "stop", "end_turn": "stop", "length": "length"}
 FINISHES |= {"max_tokens": "length", "model_length": "length", "incomplete": "length", "completed": "stop"}
+TEXT_TYPES = ("text", "output_text", "input_text")
 QUESTION_FIELDS = ("question", "problem", "query", "input")
 
 
@@ -75,7 +70,7 @@ class Log:
     def rows(self, *, tables: bool = False) -> Iterator[tuple[Path, int, dict[str, Any]]]:
         """Yield (file, number, row) of JSON lines, or of any files that hold ``tables``."""
         for path in self.paths:
-            for number, row in enumerate(read_table(path), start=1) if tables else read_json_lines(path):
+            for number, row in enumerate(rows.read_table(path), start=1) if tables else read_json_lines(path):
                 yield path, number, row
 
     def skip_empty(self, *, after_error: object) -> None:
@@ -312,9 +307,9 @@ def read_openai_batch(log: Log) -> Iterator[LoggedResponse]:
             if asked.setdefault(name, sent) != sent:
                 raise line_error(log.requests, number, "`custom_id` to name one prompt", f"{name!r} for two")
             times[name] += 1
-    known: dict[str, QuestionRow] = {}
+    known: dict[str, rows.QuestionRow] = {}
     if log.questions is not None:
-        for each in read_question_file(log.questions, columns=log.columns):
+        for each in rows.read_question_file(log.questions, columns=log.columns):
             if known.setdefault(each.id or f"line-{each.number}", each) is not each:
                 raise line_error(log.questions, each.number, "`id` to be unique", f"{each.id!r} again")
     if not asked and not known:
@@ -469,11 +464,8 @@ def _text(content: Any, attachments: Mapping[str, str] | None = None) -> str | N
         return content
     if not isinstance(content, Sequence):
         return None
-    parts = [
-        _text(part.get("text"), attachments)
-        for part in content
-        if isinstance(part, Mapping) and part.get("type") in ("text", "output_text", "input_text")
-    ]
+    shown = [part for part in content if isinstance(part, Mapping) and part.get("type") in TEXT_TYPES]
+    parts = [_text(part.get("text"), attachments) for part in shown]
     return "".join(part for part in parts if part is not None) if parts else None
 
 
@@ -501,7 +493,7 @@ def _texts(found: Any) -> list[str] | None:
 
 
 def _with_options(question: str, options: Sequence[Any] | None) -> str:
-    return write_options(question, [str(one) for one in options]) if options else question
+    return rows.write_options(question, [str(one) for one in options]) if options else question
 
 
 def _last_question(turns: Sequence[Mapping[str, str]]) -> str:
@@ -578,7 +570,7 @@ def _first_fields(path: Path) -> set[str]:
     if path.suffix == ".eval":
         return {"eval", "samples"}
     if path.suffix == ".parquet":
-        return set(next(iter(read_table(path)), {}))
+        return set(next(iter(rows.read_table(path)), {}))
     if path.suffix == ".json":
         return set(json_object_or_none(path) or {})
     if path.suffix not in (".jsonl", ".ndjson"):
@@ -591,7 +583,7 @@ def guess_task(references: Iterable[Any]) -> str:
     if not known:
         raise InputError("The log holds no reference answers to tell the task by. Name it by `--task`.")
     texts = [str(one[0] if isinstance(one, list | tuple) else one).strip() for one in known]
-    if all(len(text) == 1 and text.upper() in CHOICE_LETTERS for text in texts):
+    if all(len(text) == 1 and text.upper() in rows.CHOICE_LETTERS for text in texts):
         return "local_choice"
     number = re.compile(r"-?[$]?[\d,]*\.?\d+(e[+-]?\d+)?%?", re.IGNORECASE)
     if all(number.fullmatch(text.rpartition("####")[2].strip()) for text in texts):

@@ -12,16 +12,9 @@ from typing import Any
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.core.files import line_error, read_json_lines
 from selfcal_lightning.core.progress import Progress, Stage, counted, say
+from selfcal_lightning.data.pools import line_format
 from selfcal_lightning.data.pools.harness_logs import FORMATS, Log, LoggedResponse, guess_task
-from selfcal_lightning.data.pools.line_format import (
-    UNNAMED,
-    PoolLine,
-    check_line,
-    count_lines,
-    judge_line,
-    open_imported,
-    read_foreign_pool,
-)
+from selfcal_lightning.data.pools.line_format import UNNAMED, PoolLine, check_line, count_lines, open_imported
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.data.tasks.base import Task
 from selfcal_lightning.data.tasks.dataset import DatasetTask
@@ -85,10 +78,8 @@ def read_sampled(path: Path, *, task: str, split: str, stated: bool = True) -> S
         given[own] = _response(path, number, row, pool, stated=stated)
         if name not in questions:
             questions[name] = _question(path, number, row, truths.get(name, {}), task)
-    pool.lines = [
-        PoolLine(questions[name], split, [given[own] for own in sorted(given, key=_order)])
-        for name, given in found.items()
-    ]
+    in_order = ((name, [given[own] for own in sorted(given, key=_order)]) for name, given in found.items())
+    pool.lines = [PoolLine(questions[name], split, responses) for name, responses in in_order]
     pool.further["without_responses"] = len(truths.keys() - questions.keys())
     for name in questions.keys() & truths.keys() if stated else ():
         counted = len(found[name]), sum(bool(one["correct"]) for one in found[name].values())
@@ -210,7 +201,7 @@ def import_pool(
     path, source = Path(path), Path(prefixes_of or path)
     sizes: dict[str, int] = {}
     with Progress(count_lines(path), label=f"Checking {path.name}", unit="lines", only_if_slow=True) as progress:
-        for _, line in counted(read_foreign_pool(path, task=task, split=split), progress):
+        for _, line in counted(line_format.read_foreign_pool(path, task=task, split=split), progress):
             sizes[line.question.id] = len(line.responses)
             get_task(line.question.task)
     if not sizes:
@@ -218,7 +209,7 @@ def import_pool(
     with Stage(f"Hashing {source.name}"), open(path, "rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     store = open_imported(store_dir, source, {"task": task}, digest=digest)
-    lines = read_foreign_pool(path, task=task, split=split)
+    lines = line_format.read_foreign_pool(path, task=task, split=split)
     return _store_lines(source, store, lines, sizes, Counter(), have_answers=prefixes_of is None)
 
 
@@ -344,7 +335,7 @@ def _store_lines(
                 elif not line.responses:
                     counts["without_responses"] += 1
                 else:
-                    judged = judge_line(line)
+                    judged = line_format.judge_line(line)
                     writer.append(judged)
                     unreadable = sum(have_answers and sample.answer is None for sample in judged.samples)
                     counts["responses"] += len(judged.samples)

@@ -90,8 +90,7 @@ def _parse_line(path: Path, number: int, line: dict[str, Any]) -> PoolLine:
         is_number = isinstance(found, int | float) and not isinstance(found, bool)
         line = {name: value for name, value in line.items() if name != ANSWER}
         line[SYNONYM] = as_text(found) if is_number else found
-    missing = sorted({"id", "task", "question", "reference", "responses", "split"} - line.keys())
-    if missing:
+    if missing := sorted(QUESTION_KEYS - {"messages"} - line.keys()):
         hint = " (or the argument of that name)" if {*missing} & {"task", "split"} else ""
         raise line_error(path, number, f"the fields {', '.join(missing)}{hint}", f"only {', '.join(sorted(line))}")
     _check_keys(path, number, line, QUESTION_KEYS)

@@ -76,12 +76,8 @@ def import_training_records(
             for name, field in TARGETS.items()
             if (value := record[field]) is not None and value == value  # nan is unknown too
         }
-        response = RecordedResponse(
-            text=text.removesuffix(end_of_turn) if ended else text,
-            finish="stop" if ended else None,
-            answer=None if answer is None else str(answer),
-            confidences=targets,
-        )
+        said, stated = text.removesuffix(end_of_turn) if ended else text, None if answer is None else str(answer)
+        response = RecordedResponse(said, finish="stop" if ended else None, answer=stated, confidences=targets)
         groups.setdefault(prompt, []).append(response)
         others |= record.keys() - set(FIELDS)
         counts.update(records=1, unreadable=answer is None, without_target="ssc" not in targets)
@@ -106,15 +102,12 @@ def import_training_records(
 
 
 def _split_input(path: Path, number: int, text: str, separator: str) -> tuple[str, str, bool]:
-    """Return (prompt, response, whether the input held the prompt twice).
-
-    Prompt and response were joined by a space. One published generator returned the prompt with its response, so that
-    its records begin with the prompt twice, also joined by a space.
-    """
+    """Return (prompt, response, whether the input held the prompt twice)."""
     head, found, response = text.rpartition(separator)
     expected = f"`input` to hold the prompt separator {separator!r}, which opens the assistant's turn"
     check_line(path, number, expected, text, bool(found))
     prompt = head + separator
+    # Parts are joined by a space. One published generator returned the prompt with its response: it is there twice.
     half = len(prompt) // 2
     doubled = len(prompt) % 2 == 1 and prompt == f"{prompt[:half]} {prompt[:half]}"
     return prompt[:half] if doubled else prompt, response.removeprefix(" "), doubled

@@ -101,16 +101,13 @@ class Speed:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes in each process; None where the model is not on this disk.
-
-    ``activations`` are those kept for the backward pass of one micro-batch, if its rows are as long as they may be.
-    """
+    """Bytes in each process; None where the model is not on this disk."""
 
     weights: int | None
     trained: int | None
     available: int | None
     device: str
-    activations: int | None = None
+    activations: int | None = None  # kept for the backward pass of one micro-batch of the longest rows
     processes: int = 1
 
     def __str__(self) -> str:
@@ -154,6 +151,10 @@ class Plan:
         splits: dict[str, list[str]] = {}
         for count in self.questions:
             splits.setdefault(count.split, []).append(str(count))
+        notes, seconds = list(self.notes), _sampling_seconds(self)[0]
+        if seconds >= LONG_SECONDS and self.speed[0].device == "CPU":
+            way_out = "lower `num_samples` or `sampling.max_new_tokens`, or use a GPU"
+            notes.append(f"Sampling may take {show_seconds(seconds)} on this CPU: {way_out}.")
         rows = [
             ("model", "; ".join(self.model)),
             ("questions", "; ".join(f"{split}: {', '.join(counts)}" for split, counts in splits.items())),
@@ -165,16 +166,11 @@ class Plan:
             ("disk", _disk_text(self)),
             ("writes", ", ".join(f"{place.path} ({place.what})" for place in self.places)),
             ("if stopped", " ".join(self.stopped)),
-            *(("note", note) for note in (*self.notes, *_long_notes(self))),
+            *(("note", note) for note in notes),
         ]
-        return "\n".join(
-            textwrap.fill(
-                text, WIDTH, initial_indent=f"  {name:<11}", subsequent_indent=" " * 13, break_long_words=False,
-                break_on_hyphens=False,
-            )
-            for name, text in rows
-            if text
-        )  # fmt: skip
+        layout: dict[str, Any] = {"subsequent_indent": " " * 13, "break_long_words": False, "break_on_hyphens": False}
+        filled = (textwrap.fill(text, WIDTH, initial_indent=f"  {name:<11}", **layout) for name, text in rows if text)
+        return "\n".join(filled)
 
 
 @runtime_checkable
@@ -192,7 +188,14 @@ def merge_plans(plans: Sequence[Plan]) -> Plan:
     """Add up plans in their order; equal rows appear once, and the sampling of a store is one row."""
     names = [field.name for field in fields(Plan)]
     rows = {name: tuple(dict.fromkeys(row for plan in plans for row in getattr(plan, name))) for name in names}
-    return Plan(**rows | {"sampling": tuple(_by_store([row for plan in plans for row in plan.sampling]))})
+    stores: dict[str, Sampling] = {}
+    for row in (row for plan in plans for row in plan.sampling):
+        if (before := stores.get(row.store_dir)) is not None:
+            known = before.responses is not None and row.responses is not None
+            total = (before.responses or 0) + (row.responses or 0) if known else None
+            row = replace(row, responses=total, stored=before.stored + row.stored)
+        stores[row.store_dir] = row
+    return Plan(**rows | {"sampling": tuple(stores.values())})
 
 
 def check_places(plan: Plan) -> None:
@@ -238,18 +241,6 @@ def show_bytes(number: float) -> str:
     return f"{number / GIB:,.1f} GiB" if number >= GIB else f"{number / MIB:,.1f} MiB"
 
 
-def _by_store(rows: Sequence[Sampling]) -> list[Sampling]:
-    found: dict[str, Sampling] = {}
-    for row in rows:
-        before = found.get(row.store_dir)
-        if before is not None:
-            known = before.responses is not None and row.responses is not None
-            total = (before.responses or 0) + (row.responses or 0) if known else None
-            row = replace(row, responses=total, stored=before.stored + row.stored)
-        found[row.store_dir] = row
-    return list(found.values())
-
-
 def _sampling_seconds(plan: Plan) -> tuple[float, bool]:
     """Return how long sampling takes, and whether that is only an upper bound."""
     speed = max((speed.sampled for speed in plan.speed), default=0.0)
@@ -271,14 +262,6 @@ def _time_text(plan: Plan) -> str:
     if not parts:
         return ""
     return f"{', '.join(parts)} on this {plan.speed[0].device}: a guess from the model's size and this machine's speed"
-
-
-def _long_notes(plan: Plan) -> list[str]:
-    seconds, _ = _sampling_seconds(plan)
-    if seconds < LONG_SECONDS or plan.speed[0].device != "CPU":
-        return []
-    shown = show_seconds(seconds)
-    return [f"Sampling may take {shown} on this CPU: lower `num_samples` or `sampling.max_new_tokens`, or use a GPU."]
 
 
 def show_seconds(number: float) -> str:

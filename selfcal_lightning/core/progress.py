@@ -65,13 +65,10 @@ class Progress:
         return f"{self.label}: {self.done:,} of {self.total:,} {self.unit}, {rate:.1f} a second{unreadable}, {left}"
 
     def seconds_left(self) -> float | None:
-        """Return the estimated seconds left, from the rate since the first finished response; None while unknown.
-
-        An engine finishes nothing while it fills its first batch, and then many responses at once.
-        """
+        """Return the estimated seconds left, from the rate since the first finished response; None while unknown."""
         if self.done >= self.total:
             return 0.0
-        if self._first is None:
+        if self._first is None:  # an engine finishes nothing while it fills its first batch
             return None
         since, before = self._first
         elapsed, finished = time.monotonic() - since, self.done - before
@@ -79,10 +76,7 @@ class Progress:
 
 
 class Stage:
-    """Reports a long step that cannot be counted, after half a minute of silence.
-
-    Silence is measured from the process's last line of output, so a series of short steps is reported too.
-    """
+    """Reports a long step that cannot be counted, or a series of short ones, after half a minute without output."""
 
     def __init__(self, label: str) -> None:
         self.label = label

@@ -102,10 +102,7 @@ ONE_REQUEST_SECONDS = 3.0
 
 
 class PreemptedError(SystemExit):
-    """A signal asked the run to stop, and it stopped where it can resume.
-
-    Like ``KeyboardInterrupt`` it is not an ``Exception``. Uncaught, the process exits with status 75.
-    """
+    """A signal asked the run to stop, and it stopped where it can resume: no ``Exception``, and exit status 75."""
 
     def __init__(self, message: str) -> None:
         super().__init__(STOPPED_STATUS)

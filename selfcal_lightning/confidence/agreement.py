@@ -85,10 +85,7 @@ class Agreement:
     reads: ClassVar[str] = "pool"
 
     def __call__(self, *, entailment: str | Entails | None = None) -> Agreement:
-        """Return the estimator that clusters by a classifier with a label named entailment, or None by answers.
-
-        ``entailment`` is the classifier's folder or hub name.
-        """
+        """Return the estimator that clusters by the classifier in a folder or on the hub; without one, by answers."""
         return replace(self, entails=EntailmentModel(entailment) if isinstance(entailment, str) else entailment)
 
     def score(self, pool: Sequence[QuestionSamples]) -> list[list[float | None]]:
@@ -155,11 +152,8 @@ class TwoSampleHybrid(Verbalized):
 
     def score(self, pool: Sequence[QuestionSamples]) -> list[list[float | None]]:
         """Return the hybrid of every sample; None without an answer or a stated confidence."""
-        stated = super().score(pool)
-        return [
-            hybrid([sample.answer for sample in entry.samples], row, num_samples=self._num_samples)
-            for entry, row in zip(pool, stated, strict=True)
-        ]
+        rows = zip(pool, super().score(pool), strict=True)
+        return [hybrid([s.answer for s in entry.samples], row, num_samples=self._num_samples) for entry, row in rows]
 
 
 def hybrid(

@@ -60,16 +60,11 @@ class SampleScorer(Protocol):
     """Derives a further confidence of a sample from existing ones, live or recorded: a scaler or a fusion."""
 
     @property
-    def name(self) -> str:
-        """Key under which the confidence is added."""
-
+    def name(self) -> str: ...  # key under which the confidence is added
     @property
-    def requires(self) -> tuple[str, ...]:
-        """Names of the confidences it reads."""
-
+    def requires(self) -> tuple[str, ...]: ...  # names of the confidences it reads
     @property
-    def needs_pool(self) -> bool:
-        """Whether one of those depends on the other responses to the question."""
+    def needs_pool(self) -> bool: ...  # whether one of those depends on the other responses to the question
 
     def score_sample(self, sample: Sample) -> float | None:
         """Return the confidence of one sample, or None if an input is missing."""

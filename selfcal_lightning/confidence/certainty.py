@@ -34,10 +34,7 @@ def token_entropy(logits: Array) -> Tensor:
 
 
 def top_k_confidence(logits: Array, k: int = 20) -> Tensor:
-    """Compute the mean negative log-probability of the k most likely tokens, in nats; higher is more certain.
-
-    ``-1/k sum_{j <= k} log p_(j)``: a certain model leaves little probability to all but the first.
-    """
+    """Compute ``-1/k sum_{j <= k} log p_(j)`` of the k most likely tokens, in nats; higher is more certain."""
     return _by_rows(logits, lambda z, log_total: log_total - z.topk(k, dim=-1).values.mean(-1))
 
 

@@ -18,6 +18,7 @@ from selfcal_lightning.metrics.arrays import Floats
 from selfcal_lightning.records import Question
 
 FILE, KIND = "domain.json", "domain"
+ARRAYS = ("mean", "components", "variances")
 FEWEST, MOST = 20, 512  # questions that it is fitted on
 NUM_COMPONENTS = 64
 NUM_FOLDS = 5
@@ -62,10 +63,8 @@ class Domain:
         return [bool(near) for near in self.distance(states) <= self.threshold]
 
     def save(self, folder: Path) -> None:
-        arrays = {
-            name: base64.b64encode(np.asarray(getattr(self, name), dtype="<f4").tobytes()).decode()
-            for name in ("mean", "components", "variances")
-        }
+        plain = {name: np.asarray(getattr(self, name), dtype="<f4").tobytes() for name in ARRAYS}
+        arrays = {name: base64.b64encode(content).decode() for name, content in plain.items()}
         numbers = {"rest": self.rest, "threshold": self.threshold, "num_questions": self.num_questions}
         save_fitted(folder / FILE, KIND, arrays | numbers)
 
@@ -75,10 +74,8 @@ class Domain:
         if folder is None or not Path(folder, FILE).is_file():
             return None
         content = load_fitted(Path(folder, FILE), (KIND,))[1]
-        mean, components, variances = (
-            np.frombuffer(base64.b64decode(content[name]), dtype="<f4").astype(np.float64)
-            for name in ("mean", "components", "variances")
-        )
+        stored = (np.frombuffer(base64.b64decode(content[name]), dtype="<f4") for name in ARRAYS)
+        mean, components, variances = (array.astype(np.float64) for array in stored)
         numbers = (content[name] for name in ("rest", "threshold", "num_questions"))
         return cls(mean, components.reshape(-1, len(mean)), variances, *numbers)
 
@@ -100,10 +97,7 @@ def prompt_states(engine: Any, questions: Sequence[Question]) -> Floats:
 
 
 def calibrated_in_domain(engine: Any, questions: Sequence[Question], folder: str | Path) -> dict[str, bool]:
-    """Return whether each question, by id, is like those that the adapter or model in ``folder`` was trained on.
-
-    Empty if the folder holds no domain, or the engine gives no hidden states.
-    """
+    """Return whether each question, by id, is like those that ``folder`` was trained on; empty where nothing tells."""
     domain = Domain.of(folder)
     if domain is None or not hasattr(engine, "prompt_states"):
         return {}

@@ -15,15 +15,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from selfcal_lightning.confidence.base import (
-    LOGPROB,
-    MEAN_LOGPROB,
-    P_TRUE,
-    RESPONSE_PROBE,
-    ResponseIds,
-    entry_ids,
-    step_ends_of,
-)
+from selfcal_lightning.confidence import base
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.data.step_settings import Aggregation, Steps
 from selfcal_lightning.data.steps import Span, aggregate
@@ -87,7 +79,7 @@ class PTrue:
     model gives its own confidence in the same responses. Not ``normalised``, it is P(Yes), as in the paper.
     """
 
-    name: ClassVar[str] = P_TRUE
+    name: ClassVar[str] = base.P_TRUE
     is_probability: ClassVar[bool] = True
     needs_pool: ClassVar[bool] = False
     reads: ClassVar[str] = "engine"
@@ -101,7 +93,7 @@ class PTrue:
         Raises:
             RequestsFailedError: The engine did not answer for another reason.
         """
-        sequences = [[self._sequences(ids) for ids in entry_ids(entry, self._chat)] for entry in pool]
+        sequences = [[self._sequences(ids) for ids in base.entry_ids(entry, self._chat)] for entry in pool]
         distinct = list(dict.fromkeys(one for row in sequences for ones in row for one in ones))
         query, number = self._chat.query, len(self._chat.query.yes_ids)
         wanted = [*query.yes_ids, *query.no_ids]
@@ -113,7 +105,7 @@ class PTrue:
                 found[sequence] = normalised_p_true(yes, no) if self._normalised else yes
         return [[self._combine([found[one] for one in ones]) for ones in row] for row in sequences]
 
-    def _sequences(self, ids: ResponseIds | None) -> list[tuple[int, ...]]:
+    def _sequences(self, ids: base.ResponseIds | None) -> list[tuple[int, ...]]:
         """Return prompt + response up to each end + query; empty if the longest exceeds the context."""
         if ids is None:
             return []
@@ -145,7 +137,7 @@ class StepSelfEvaluation(PTrue):
         self._steps, self._over_steps = steps, over_steps
 
     def _ends(self, response: tuple[int, ...]) -> list[int]:
-        return step_ends_of(self._chat.decode, response, self._steps)
+        return base.step_ends_of(self._chat.decode, response, self._steps)
 
     def _combine(self, values: Sequence[float | None]) -> float | None:
         known = [value for value in values if value is not None]
@@ -179,7 +171,7 @@ class TokenScores(OfTokens):
 class ProbedResponses(OfTokens):
     """The confidence of a fitted probe of hidden states in each response, in [0, 1], by the model of the fit."""
 
-    name: ClassVar[str] = RESPONSE_PROBE
+    name: ClassVar[str] = base.RESPONSE_PROBE
     is_probability: ClassVar[bool] = True
 
     def __init__(self, tokens: TokenReader, *, probe: ResponseProbe) -> None:
@@ -213,14 +205,14 @@ def _coe(name: str, number: str, *, normalise: bool) -> TokenStatistic:
 
 # All are in nats, and higher is better: entropies stand with a minus. Self-certainty is the mean KL(uniform || p_t)
 # (Kang et al., arXiv 2502.18581), response certainty the same plus log V; steadiness minus the deviation of entropies.
-SequenceLogprob = TokenStatistic(LOGPROB, lambda response: response.logprob)
-MeanLogprob = TokenStatistic(MEAN_LOGPROB, lambda r: r.logprob / r.num_tokens if r.num_tokens else math.nan)
+SequenceLogprob = TokenStatistic(base.LOGPROB, lambda response: response.logprob)
+MeanLogprob = TokenStatistic(base.MEAN_LOGPROB, lambda r: r.logprob / r.num_tokens if r.num_tokens else math.nan)
 LowestLogprob = TokenStatistic("min_logprob", lambda r: r.tokens.logprob.min().item() if r.num_tokens else math.nan)
-SelfCertainty = TokenStatistic("self_certainty", lambda r: r.certainty)
+SelfCertainty = TokenStatistic("self_certainty", lambda r: r.tokens.certainty.mean().item())
 ResponseCertainty = TokenStatistic(
-    "response_certainty", lambda r: r.certainty + math.log(r.vocabulary_size) if r.num_tokens else math.nan
+    "response_certainty", lambda r: SelfCertainty.read(r) + math.log(r.vocabulary_size) if r.num_tokens else math.nan
 )
-TokenEntropy = TokenStatistic("token_entropy", lambda r: -r.entropy)
+TokenEntropy = TokenStatistic("token_entropy", lambda r: -r.tokens.entropy.mean().item())
 TokenSteadiness = TokenStatistic(
     "token_steadiness", lambda r: -r.tokens.entropy.std(correction=0).item() if r.num_tokens else math.nan
 )

@@ -48,12 +48,10 @@ class ResponseTable:
             raise InputError("Expected `pool` to hold at least one response, but got none.")
         check_features(pool, features)
         rows = [[feature_value(sample, name) for name in features] for sample in samples]
-        return cls(
-            question_ids=tuple(entry.question.id for entry in pool),
-            question=np.repeat(np.arange(len(pool)), [len(entry.samples) for entry in pool]),
-            correct=np.array([v for entry in pool for v in entry.verdicts], dtype=np.float64),  # None is NaN
-            values=np.array(rows, dtype=np.float64),
-        )
+        question = np.repeat(np.arange(len(pool)), [len(entry.samples) for entry in pool])
+        correct = np.array([v for entry in pool for v in entry.verdicts], dtype=np.float64)  # None is NaN
+        ids = tuple(entry.question.id for entry in pool)
+        return cls(ids, question, correct, np.array(rows, dtype=np.float64))
 
 
 def feature_value(sample: Sample, name: str) -> float | None:
@@ -133,16 +131,10 @@ def score_confidence(
     values, labels = confidence[used], correct[used]
     within = within_question_discrimination(values, labels, question[used])
     is_probability = may_be_probability(name, known) and bool(((values >= 0.0) & (values <= 1.0)).all())
-    return ConfidenceScores(
-        name=name,
-        auroc=auroc(values, labels),
-        within_question_auroc=within.mean,
-        ece=expected_calibration_error(values, labels) if is_probability else None,
-        num_mixed_questions=within.num_questions,
-        num_responses=int(used.sum()),
-        num_left_out=int((~used).sum()),
-        ece_debiased=debiased_calibration_error(values, labels, question[used]) if is_probability else None,
-    )
+    ece = expected_calibration_error(values, labels) if is_probability else None
+    debiased = debiased_calibration_error(values, labels, question[used]) if is_probability else None
+    counts = within.num_questions, int(used.sum()), int((~used).sum())
+    return ConfidenceScores(name, auroc(values, labels), within.mean, ece, *counts, ece_debiased=debiased)
 
 
 def scores_text(scores: Sequence[ConfidenceScores], *, title: str = "") -> str:

@@ -119,13 +119,10 @@ def candidates_of(groups: Iterable[QuestionSamples]) -> dict[Key, Candidate]:
 
 
 def key_of(group: QuestionSamples, sample: Sample, form: VerifierForm) -> Key | None:
-    """Return the key of a response's verdict; None for a response without a readable answer, which is wrong.
-
-    For facts the response's own wording is graded, since the canonical form drops punctuation.
-    """
+    """Return the key of a response's verdict; None for a response without a readable answer, which is wrong."""
     if (answer := sample.answer) is None:
         return None
-    if form != "mathematics":
+    if form != "mathematics":  # graded in the response's own wording, since the canonical form drops punctuation
         answer = stated_short_text(sample.text, finished=sample.finish not in CUT) or answer
     return group.question.id, question_digest(group.question), answer
 

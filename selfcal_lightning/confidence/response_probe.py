@@ -138,11 +138,7 @@ def keep_states(
 
 
 def probe_targets(pool: Sequence[QuestionSamples], target: ProbeTarget) -> Floats:
-    """Return what a probe learns to predict of each response [N], in [0, 1]; nan where it has no target.
-
-    "agreement" is the share of the other responses to the question with the same answer; an unreadable one agrees with
-    none. "label" is correctness.
-    """
+    """Return what a probe learns of each response [N]: the share of others that agree, or correctness; nan if none."""
     if target not in get_args(ProbeTarget):
         raise unknown_name("target", target, get_args(ProbeTarget))
     found: list[float | None] = []
@@ -151,7 +147,7 @@ def probe_targets(pool: Sequence[QuestionSamples], target: ProbeTarget) -> Float
             found += [None if sample.correct is None else float(sample.correct) for sample in entry.samples]
             continue
         shares = leave_one_out([sample.answer for sample in entry.samples], drop_none=False)
-        read = zip(entry.samples, shares, strict=True)
+        read = zip(entry.samples, shares, strict=True)  # an unreadable response agrees with none
         found += [0.0 if share is not None and sample.answer is None else share for sample, share in read]
     targets = np.array(found, dtype=np.float64)  # None is NaN
     if (known := targets[~np.isnan(targets)]).size == 0 or np.ptp(known) < 1e-12:

@@ -45,10 +45,7 @@ def brings(sample: Sample, name: str) -> bool:
 
 
 class PoolTarget:
-    """A JSONL pool; scores are written to a copy that appears once it is complete.
-
-    Responses are numbered 0, 1, 2, ... in the order of ``entries``.
-    """
+    """A JSONL pool, its responses numbered from 0; scores are written to a copy that appears once it is complete."""
 
     def __init__(self, path: Path, output: Path, *, task: str | None, overwrite: bool) -> None:
         if not (output.exists() and output.samefile(path)):
@@ -82,11 +79,8 @@ class PoolTarget:
 
     def lacking(self, name: str, entry: Entry) -> list[int]:
         """Return the samples without the confidence ``name``, or all if it is being replaced."""
-        return [
-            i
-            for i, sample in enumerate(entry[1].samples)
-            if (self._overwrite or name not in sample.confidences) and not brings(sample, name)
-        ]
+        samples = enumerate(entry[1].samples)
+        return [i for i, one in samples if (self._overwrite or name not in one.confidences) and not brings(one, name)]
 
     def put(self, name: str, positions: Sequence[int], values: Sequence[float | None]) -> None:
         """Keep scores in memory; unknown ones are left out of the copy."""
@@ -132,10 +126,7 @@ def num_bringing(index: SampleIndex, name: str) -> int:
 
 
 class StoreTarget:
-    """Rows of a store; scores become annotations, published every five minutes and at the end.
-
-    Each confidence's origin is compared with that of the scores already stored.
-    """
+    """Rows of a store; scores become annotations, published every five minutes and at the end."""
 
     def __init__(
         self,
@@ -201,13 +192,8 @@ class StoreTarget:
             rows = np.array(sorted(scores), dtype=np.int64)
             values = np.array([math.nan if scores[row] is None else scores[row] for row in rows.tolist()], dtype=float)
             annotation.write_part(run, "score", self.index.select(rows), values, self._shards)
-            annotation.publish(
-                run,
-                ["score"],
-                origin=self._origins[name],
-                details={**self._details, "created": datetime.now(UTC).isoformat(timespec="seconds")},
-                overwrite=self._overwrite,
-            )
+            details = {**self._details, "created": datetime.now(UTC).isoformat(timespec="seconds")}
+            annotation.publish(run, ["score"], origin=self._origins[name], details=details, overwrite=self._overwrite)
         self._buffer = {}
         self._committed = time.monotonic()
 

@@ -15,15 +15,8 @@ from selfcal_lightning.data.store.manifest import StoreFingerprint
 from selfcal_lightning.engines.base import Engine
 from selfcal_lightning.engines.opening import expected_head_dtype, open_engine, serve_model
 from selfcal_lightning.engines.settings import EngineOptions
+from selfcal_lightning.models import folders
 from selfcal_lightning.models.chat_format import DEFAULT_QUERY, ChatFormat, load_tokenizer, stated_prompt
-from selfcal_lightning.models.folders import (
-    adapter_identity,
-    check_name,
-    model_folder,
-    read_invocation_ids,
-    resolve_model,
-    weights_sha256,
-)
 from selfcal_lightning.records import IMPORTED, ModelIdentity, PromptIdentity
 
 if TYPE_CHECKING:
@@ -44,11 +37,7 @@ class ModelSettings:
 
 
 class ScoringModel:
-    """Provides estimators with an engine, a local model for token statistics, or a reward model.
-
-    Models are loaded on demand. The transformers engine shares the local model; the vLLM engine has its own copy, which
-    is closed before a local model is loaded.
-    """
+    """Provides estimators with an engine, a local model for token statistics, or a reward model, loaded on demand."""
 
     def __init__(self, settings: ModelSettings, fingerprint: StoreFingerprint | None = None) -> None:
         self.settings = settings
@@ -61,15 +50,15 @@ class ScoringModel:
     @cached_property
     def source(self) -> str:
         if self.settings.model is not None:
-            return resolve_model(self.settings.model)
+            return folders.resolve_model(self.settings.model)
         sampled = self._sampled
         if sampled.model in (None, IMPORTED):
             raise InputError("Expected `model` to name the model that scores: the responses were made elsewhere.")
         if sampled.adapter_sha256 is not None and self.settings.engine.adapter is None:
             raise InputError(f"Name `model` and `adapter`: the store was sampled with an adapter on {sampled.model!r}.")
-        source = resolve_model(sampled.model)
+        source = folders.resolve_model(sampled.model)
         try:
-            check_name(source, revision=sampled.revision)
+            folders.check_name(source, revision=sampled.revision)
         except InputError as error:
             way_out = "Name as `model` the folder or hub name where it is now; its weights are compared."
             raise InputError(f"There is no {sampled.model!r}, which sampled the store. {way_out}") from error
@@ -82,9 +71,9 @@ class ScoringModel:
 
     @cached_property
     def identity(self) -> dict[str, str | None]:
-        adapter = self.settings.engine.adapter
-        model_folder(self.source, revision=self.revision)  # a model of the hub is hashed where it lies
-        found = {"weights_sha256": weights_sha256(self.source, revision=self.revision), **adapter_identity(adapter)}
+        folders.model_folder(self.source, revision=self.revision)  # a model of the hub is hashed where it lies
+        weights = folders.weights_sha256(self.source, revision=self.revision)
+        found = {"weights_sha256": weights, **folders.adapter_identity(self.settings.engine.adapter)}
         named = self.settings.model is not None or found["adapter_sha256"] is not None
         if not named and not self._sampled_the_store(found):
             raise InputError(
@@ -184,7 +173,7 @@ class ScoringModel:
                 chat=self.chat,
                 source=self.source,
                 adapter_sha256=self.identity.get(ACTIVATED) or self.identity["adapter_sha256"],
-                query_ids=None if options.adapter is None else read_invocation_ids(options.adapter),
+                query_ids=None if options.adapter is None else folders.read_invocation_ids(options.adapter),
             )
         else:
             opened = open_engine(options, self.source, chat=self.chat)

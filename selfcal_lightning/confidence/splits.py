@@ -66,7 +66,6 @@ class Fitted(Protocol):
 
     @property
     def name(self) -> str: ...
-
     @property
     def fitted_on(self) -> FittedOn: ...
 

@@ -12,15 +12,8 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from selfcal_lightning.confidence import certainty
 from selfcal_lightning.confidence.base import entry_ids, steps_of
-from selfcal_lightning.confidence.certainty import (
-    ChainOfEmbedding,
-    TokenStatistics,
-    chain_of_embedding,
-    span_means,
-    token_statistics,
-    top_k_confidence,
-)
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.data.step_settings import Steps
 from selfcal_lightning.data.steps import Span
@@ -93,7 +86,7 @@ class ResponseStatistics:
 
     token_ids: tuple[int, ...]
     vocabulary_size: int
-    tokens: TokenStatistics
+    tokens: certainty.TokenStatistics
     top_confidence: Tensor
     trajectories: Mapping[Steps | None, Tensor] = field(default_factory=dict)
 
@@ -105,22 +98,12 @@ class ResponseStatistics:
     def logprob(self) -> float:
         return self.tokens.logprob.sum().item()
 
-    @property
-    def certainty(self) -> float:
-        """Mean KL(uniform || p) over the tokens' distributions; nan if n is 0."""
-        return self.tokens.certainty.mean().item()
-
-    @property
-    def entropy(self) -> float:
-        """Mean entropy of the tokens' distributions; nan if n is 0."""
-        return self.tokens.entropy.mean().item()
-
     def step_means(self, column: str, spans: Sequence[Span]) -> Tensor:
-        return span_means(getattr(self.tokens, column), spans)
+        return certainty.span_means(getattr(self.tokens, column), spans)
 
-    def chains(self, steps: Steps | None, *, normalise: bool) -> list[ChainOfEmbedding] | None:
+    def chains(self, steps: Steps | None, *, normalise: bool) -> list[certainty.ChainOfEmbedding] | None:
         """Return the trajectory of the mean state (``steps`` None), or of each step's; None if one is undefined."""
-        found = [chain_of_embedding(means, normalise=normalise) for means in self.trajectories[steps]]
+        found = [certainty.chain_of_embedding(means, normalise=normalise) for means in self.trajectories[steps]]
         known = [one for one in found if one is not None]
         return known if len(known) == len(found) else None
 
@@ -161,7 +144,7 @@ class TokenReader:
         wanted = {key for row in keys for key in row if key is not None}
         known = {key: self._known[key] for key in wanted & self._known.keys()}
         nothing = torch.zeros(0, dtype=torch.float64)
-        empty = ResponseStatistics((), 0, TokenStatistics(nothing, nothing, nothing), nothing)
+        empty = ResponseStatistics((), 0, certainty.TokenStatistics(nothing, nothing, nothing), nothing)
         known |= {key: empty for key in wanted if not key[1]}
         self._known = known | self._pass_over(wanted - known.keys(), self._forward)
         responses = {response for _, response in self._known}
@@ -253,10 +236,8 @@ class TokenReader:
             hidden = decoder_of(self.network)(**arguments).last_hidden_state
         rows = hidden.flatten(0, 1)[positions].float().cpu().double()
         end = -len(self.chat.query.suffix_ids) - 1
-        return [
-            torch.stack([piece[:end].mean(0), piece[-1]])
-            for piece in rows.split([len(response) for _, response in batch])
-        ]
+        pieces = rows.split([len(response) for _, response in batch])
+        return [torch.stack([piece[:end].mean(0), piece[-1]]) for piece in pieces]
 
     @torch.no_grad()
     def _forward(self, batch: Sequence[Key], *, packs: bool) -> list[ResponseStatistics]:
@@ -275,20 +256,15 @@ class TokenReader:
                 watch_levels(hooks, self.network, pools.take)
             arguments = forward_arguments(self.network, ids, mask, trees=laid_out.trees)
             logits = selected_logits(self.network, head, arguments, positions)
-        tokens = torch.tensor([token for _, response in batch for token in response], device=device)
-        top = top_k_confidence(logits, min(TOP_K, logits.shape[-1]))
-        columns = torch.stack([*token_statistics(logits, tokens), top]).cpu().double()
-        pieces = columns.split(lengths, dim=1)
-        return [
-            ResponseStatistics(
-                token_ids=response,
-                vocabulary_size=logits.shape[-1],
-                tokens=TokenStatistics(*piece[:3]),
-                top_confidence=piece[3],
-                trajectories=dict(zip(self._watched, found, strict=True)),
-            )
-            for (_, response), piece, found in zip(batch, pieces, pools.means(), strict=True)
-        ]
+        drawn = torch.tensor([token for _, response in batch for token in response], device=device)
+        top = certainty.top_k_confidence(logits, min(TOP_K, logits.shape[-1]))
+        columns = torch.stack([*certainty.token_statistics(logits, drawn), top]).cpu().double()
+        pieces, size = columns.split(lengths, dim=1), logits.shape[-1]
+        found: list[ResponseStatistics] = []
+        for (_, response), piece, means in zip(batch, pieces, pools.means(), strict=True):
+            tokens, paths = certainty.TokenStatistics(*piece[:3]), dict(zip(self._watched, means, strict=True))
+            found.append(ResponseStatistics(response, size, tokens, piece[3], paths))
+        return found
 
 
 class _SpanMeans:

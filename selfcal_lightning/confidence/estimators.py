@@ -229,7 +229,7 @@ TRAJECTORIES = (
 )
 
 
-def _check_share(name: str, value: float) -> None:
+def check_share(name: str, value: float) -> None:
     if not 0.0 <= value <= 1.0:
         raise InputError(f"Expected `{name}` to lie in [0, 1], but got {value}.")
 
@@ -245,7 +245,7 @@ class LowestGroupConfidence(OfTokens):
 
     def __init__(self, tokens: TokenReader, *, window: int = 2048, lowest: float = 0.0) -> None:
         check_positive(window, "window")
-        _check_share("lowest", lowest)
+        check_share("lowest", lowest)
         self._tokens, self._window, self._lowest = tokens, window, lowest
 
     def score(self, pool: Sequence[QuestionSamples]) -> Scores:
@@ -279,7 +279,7 @@ class StepStatistic(OfTokens):
     def __call__(
         self, tokens: TokenReader, *, steps: Steps = "auto", weight: float = 0.5, over_steps: Aggregation = "mean"
     ) -> TokenScores:
-        _check_share("weight", weight)
+        check_share("weight", weight)
         if self.watches:
             tokens.watch(steps)
 

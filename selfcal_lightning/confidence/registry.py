@@ -88,8 +88,7 @@ class CriteriaSettings:
         check_steps("criteria.steps", self.steps)
         check_positive(self.window, "criteria.window")
         for name in ("weight", "lowest"):
-            if not 0.0 <= (value := getattr(self, name)) <= 1.0:
-                raise InputError(f"Expected `criteria.{name}` to lie in [0, 1], but got {value}.")
+            estimators.check_share(f"criteria.{name}", getattr(self, name))
         if self.over_steps not in get_args(Aggregation):
             raise unknown_name("criteria.over_steps", self.over_steps, get_args(Aggregation))
 

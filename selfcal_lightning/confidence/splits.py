@@ -78,12 +78,9 @@ def content_hash(question: Question) -> str | None:
 def check_disjoint(
     first: Iterable[Question], second: Iterable[Question], *, names: tuple[str, str], way_out: str
 ) -> None:
-    ids: set[str] = set()
-    contents: dict[str, str] = {}
-    for question in first:
-        ids.add(question.id)
-        if (content := content_hash(question)) is not None:
-            contents.setdefault(content, question.id)
+    keys = list(map(_keys_of, first))
+    ids = {name for name, _ in keys}
+    contents = {content: name for name, content in reversed(keys) if content is not None}
     shared = [(q.id, q.id if q.id in ids else contents.get(content_hash(q) or "")) for q in second]
     shared = [(name, other) for name, other in shared if other is not None]
     if shared:
@@ -131,11 +128,8 @@ def halve_pool(
 
 def leading_ids(questions: Sequence[Question]) -> dict[str, str]:
     """Map each question id to the smallest id with the same content."""
-    first: dict[str, str] = {}
-    for question in questions:
-        content = content_hash(question)
-        if content is not None:
-            first[content] = min(question.id, first.get(content, question.id))
+    by_id = sorted(questions, key=lambda question: question.id, reverse=True)
+    first = {content: q.id for q in by_id if (content := content_hash(q)) is not None}  # the smallest is set last
     return {q.id: first.get(content_hash(q) or "", q.id) for q in questions}
 
 

@@ -32,8 +32,6 @@ from selfcal_lightning.data.tasks.judging import judge
 from selfcal_lightning.data.tasks.registry import get_task
 from selfcal_lightning.data.tasks.rows import ANSWER, SYNONYM, as_text, check_spelling, given_answer
 
-BLOCK_BYTES = 1 << 20
-
 
 def open_imported(
     store_dir: str | Path, source: Path, settings: Mapping[str, Any], *, digest: str | None = None
@@ -57,11 +55,8 @@ def open_imported(
 
 def count_lines(path: Path) -> int:
     """Return the number of lines of a file, empty ones included, without decoding them."""
-    count, last = 0, b"\n"
     with open(path, "rb") as file:
-        while block := file.read(BLOCK_BYTES):
-            count, last = count + block.count(b"\n"), block[-1:]
-    return count + (last != b"\n")
+        return sum(1 for _ in file)
 
 
 QUESTION_KEYS = {"id", "task", "question", "reference", "responses", "split", "messages"}

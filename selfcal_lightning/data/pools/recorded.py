@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from hashlib import blake2b
 from itertools import islice
 from pathlib import Path
@@ -145,9 +145,7 @@ def _from_file(
     path: Path, split: str | None, task: str | None, *, limit: int | None, texts: bool, token_ids: bool
 ) -> RecordedPool:
     """Read and verify the lines of a file; questions without a response are left out and counted."""
-
-    def read() -> Iterator[tuple[int, PoolLine]]:
-        return read_foreign_pool(path, task=task, split=None, default_split=split or UNNAMED)
+    read = partial(read_foreign_pool, path, task=task, split=None, default_split=split or UNNAMED)
 
     def chosen(lines: Iterable[tuple[int, PoolLine]]) -> Iterator[PoolLine]:
         return (line for _, line in lines if split in (None, line.split))

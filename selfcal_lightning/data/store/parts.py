@@ -36,7 +36,7 @@ class PartLock:
         self.path, self.wait_seconds = folder / "lock", wait_seconds
         self._handle: int | None = None
 
-    def acquire(self) -> None:
+    def acquire(self) -> PartLock:
         self._handle = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
         deadline = time.monotonic() + self.wait_seconds
         waits = False
@@ -62,7 +62,7 @@ class PartLock:
                 logger.warning("No file locks here; two writers of %s would go unnoticed.", self.path.parent)
             os.ftruncate(self._handle, 0)  # for those that wait
             os.pwrite(self._handle, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
-            return
+            return self
 
     def _holder(self) -> str:
         found = b"" if self._handle is None else os.pread(self._handle, 200, 0)
@@ -73,9 +73,7 @@ class PartLock:
             os.close(self._handle)
             self._handle = None
 
-    def __enter__(self) -> PartLock:
-        self.acquire()
-        return self
+    __enter__ = acquire
 
     def __exit__(self, *error: object) -> None:
         self.release()

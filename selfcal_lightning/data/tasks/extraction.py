@@ -222,21 +222,11 @@ def format_number(value: Fraction) -> str:
     """Return a number as an integer, a terminating decimal, or ``p/q`` where no decimal of 59 places equals it."""
     if value.denominator == 1:
         return str(value.numerator)
-    places = _decimal_places(value.denominator)
-    if places is None or places > MAX_DECIMAL_PLACES:
+    places = next((n for n in range(1, MAX_DECIMAL_PLACES + 1) if 10**n % value.denominator == 0), None)
+    if places is None:
         return f"{value.numerator}/{value.denominator}"
     digits = str(abs(value.numerator) * 10**places // value.denominator).rjust(places + 1, "0")
     return f"{'-' if value < 0 else ''}{digits[:-places]}.{digits[-places:]}"
-
-
-def _decimal_places(denominator: int) -> int | None:
-    """Return the decimal places of a fraction with this denominator in lowest terms; None if they do not end."""
-    counts = []
-    for prime in (2, 5):
-        counts.append(0)
-        while denominator % prime == 0:
-            denominator, counts[-1] = denominator // prime, counts[-1] + 1
-    return max(counts) if denominator == 1 else None
 
 
 def _number_of_field(field: str) -> str | None:

@@ -65,18 +65,14 @@ def judge(
     """Return the samples of the responses; answers are named by the first seen, also among ``earlier`` samples."""
     reader = Judge(question, task, round=round)
     for sample in earlier:
-        record = replace(_record_of(sample), answer=sample.answer, correct=sample.correct)
+        record = RecordedResponse(**_shared(sample), answer=sample.answer, correct=sample.correct)
         reader.read(None if is_failed(sample) else record)
     return tuple(reader.read(response) for response in responses)
 
 
 def judge_anew(group: QuestionSamples, task: Task) -> QuestionSamples:
-    records = [None if is_failed(sample) else _record_of(sample) for sample in group.samples]
+    records = [None if is_failed(sample) else RecordedResponse(**_shared(sample)) for sample in group.samples]
     return replace(group, samples=judge(group.question, records, task, round=group.samples[0].round))
-
-
-def _record_of(sample: Sample) -> RecordedResponse:
-    return RecordedResponse(**_shared(sample))
 
 
 def _shared(record: Sample | RecordedResponse) -> dict[str, Any]:

@@ -170,6 +170,8 @@ def test_a_csv_file_has_named_columns(tmp_path: Path) -> None:
         ("q.jsonl", '{"question": "One?", "id": "a", "id": "b"}\n', None, "'id' twice"),
         ("q.jsonl", json.dumps({"problem": "?", "gold": 8, "options": list("0123456789")}), NAMED,
          r"q\.jsonl:1: Expected 2 to 8 different `choices`"),
+        ("q.jsonl", json.dumps({"question": "?", "answer": "BC", "choices": ["x", "y", "z"]}), None,
+         r"q\.jsonl:1: Expected `answer` to be one of `choices` or its letter, but got 'BC'"),
         ("q.csv", "question,answer\n2+2?,4,5\n", None, r"q\.csv"),
         ("q.csv", "problem,gold\n2+2?,4\n", None, r"the columns are problem, gold\. `--columns.question NAME`"),
         ("q.csv", 'question,answer\n"2\n+2?",4\n,5\n', None, r"q\.csv, row 2: Expected `question` to hold text"),

@@ -333,7 +333,7 @@ def _multiple_choice(text: str, answer: object, choices: object, origin: str) ->
         raise InputError(f"{origin}: Expected 2 to {len(CHOICE_LETTERS)} different `choices`, but got {choices!r}.")
     if answer in choices:
         answer = CHOICE_LETTERS[list(choices).index(answer)]
-    elif answer is not None and str(answer).strip().upper() not in CHOICE_LETTERS[: len(choices)]:
+    elif answer is not None and str(answer).strip().upper() not in list(CHOICE_LETTERS[: len(choices)]):
         raise InputError(f"{origin}: Expected `answer` to be one of `choices` or its letter, but got {answer!r}.")
     return write_options(text, choices), answer
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import math
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from lightning.pytorch import Callback, Trainer
 from selfcal_lightning.adaptation.module import TestTimeTrainingModule
 from selfcal_lightning.adaptation.monitors import RoundMonitors, collapse, round_monitors
 from selfcal_lightning.core.errors import check_at_least
-from selfcal_lightning.core.files import json_object_or_none, write_atomically
+from selfcal_lightning.core.files import json_object_or_none, to_json, write_atomically
 from selfcal_lightning.core.progress import say
 from selfcal_lightning.data.store.overview import counted_samples
 from selfcal_lightning.data.store.sample_store import SampleStore
@@ -124,9 +124,13 @@ class AdaptationGuard(Callback):
         if self.report is not None:
             begins = round == 0 and trainer.global_step == 0
             known: dict[str, Any] = {} if begins else json_object_or_none(self.report) or {}
-            known[str(round)] = {**asdict(monitors), "problems": problems}
+            fall = monitors.logprob_fall  # NaN, which JSON lacks, where the weights are
+            known[str(round)] = {
+                **asdict(monitors), "logprob_fall": None if fall is None or math.isnan(fall) else fall,
+                "problems": problems,
+            }  # fmt: skip
             self.report.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(self.report, json.dumps(known, indent=1).encode())
+            write_atomically(self.report, to_json(known))
 
 
 def restore(module: TestTimeTrainingModule, store_dir: str, round: int) -> None:

@@ -21,6 +21,7 @@ from support.training_runs import trainer_with
 import selfcal_lightning.adaptation.module as adaptation
 from selfcal_lightning.adaptation import runs
 from selfcal_lightning.adaptation.module import PolicySettings, policy_parts
+from selfcal_lightning.adaptation.monitors import RoundMonitors, collapse
 from selfcal_lightning.callbacks import adaptation_guard
 from selfcal_lightning.callbacks.adaptation_guard import AdaptationGuard, restore
 from selfcal_lightning.callbacks.generation import SSCGeneration
@@ -230,6 +231,16 @@ def test_the_guard_compares_the_questions_that_are_learnt(store: str, monkeypatc
         data = SimpleNamespace(store_dir=store, num_samples=4, questions=lambda _, learnt=learnt: learnt)
         AdaptationGuard()._monitors(data, 0)
     assert sizes[0] == 1 < sizes[1], "all, where none are named"
+
+
+def test_the_report_of_the_guard_is_json_where_the_weights_are_nan(tmp_path: Path) -> None:
+    trainer: Any = SimpleNamespace(is_global_zero=True, loggers=[], global_step=1)
+    lost = RoundMonitors(0.5, None, None, 0.25, None, None, logprob_fall=math.nan)
+    problems = collapse(lost, lost, agreement=1.0, unreadable=1.0, logprob_fall=0.05)
+    assert problems == ["a token of round 0 has lost nan nats"]
+    AdaptationGuard(str(tmp_path / "guard.json"))._keep(trainer, 1, lost, problems)
+    row = json.loads((tmp_path / "guard.json").read_text(), parse_constant=pytest.fail)["1"]
+    assert row == {**vars(lost), "logprob_fall": None, "problems": problems}
 
 
 def test_what_the_module_states_and_the_data_must_agree(tiny_model: str, store: str) -> None:

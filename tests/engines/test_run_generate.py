@@ -72,10 +72,13 @@ def test_questions_after_an_offset_are_sampled_and_added(arguments: dict) -> Non
     assert sorted(stored(arguments)) == [f"word_problems/train/{number:06d}" for number in range(4)]
 
 
-def test_a_test_set_may_begin_after_an_offset(tmp_path: Path, tiny_model: str) -> None:
+def test_a_test_set_may_begin_after_an_offset(
+    tmp_path: Path, tiny_model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     options = SamplingOptions(num_samples=1, sampling=SamplingSettings(max_new_tokens=4))
     test = TestSet("id", "word_problems", "test_id", limit=2, offset=3)
     inputs = sample_models(ModelInputs({"base": ModelSide(tiny_model)}, [test], None, tmp_path, options))
+    assert "Writing 1 sample to each of 2 questions" in capsys.readouterr().err
     ids = [entry.question.id for entry in inputs.tests["id"]["base"].entries]
     assert ids == ["word_problems/test_id/000003", "word_problems/test_id/000004"]
 

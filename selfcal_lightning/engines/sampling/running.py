@@ -304,7 +304,8 @@ def sample_questions(
         file = folder / "runs" / f"generate-{datetime.now(UTC):%Y%m%dT%H%M%S%f}-{number}.json"
         file.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(file, to_json(arguments))
-        each = "the samples planned for" if settings.plan else f"{settings.num_samples} samples to each of"
+        samples = "1 sample" if settings.num_samples == 1 else f"{settings.num_samples} samples"
+        each = "the samples planned for" if settings.plan else f"{samples} to each of"
         say(f"Writing {each} {len(questions):,} {here} to {folder}")
         # Of machine i of n, worker d takes share i + n d of n * devices; see `select_share`.
         shares = [(number + total * device, total * devices) for device in range(devices)]

@@ -13,7 +13,7 @@ from selfcal_lightning.capability.evaluation import ORACLE, TestQuestions
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.evaluation.curves import powers_of_two
 from selfcal_lightning.metrics.arrays import Floats, Integers
-from selfcal_lightning.metrics.bootstrap import Estimate, estimate_of, resample_weights
+from selfcal_lightning.metrics.bootstrap import Estimate, estimate_of
 from selfcal_lightning.metrics.capability import pass_at_k
 
 MAPS = "a map for each k"
@@ -35,12 +35,7 @@ class PassAtKCurve:
 
 
 def pass_at_k_curves(
-    test: TestQuestions,
-    calibration: TestQuestions | None = None,
-    *,
-    ks: Sequence[int] | None = None,
-    num_resamples: int = 1000,
-    seed: int = 0,
+    test: TestQuestions, weights: Floats, calibration: TestQuestions | None = None, *, ks: Sequence[int] | None = None
 ) -> list[PassAtKCurve]:
     """Return the pass@k curves of every estimate that is a probability: by ``1 - (1 - p)^k``, distributions and maps.
 
@@ -53,7 +48,6 @@ def pass_at_k_curves(
     chosen = tuple(powers_of_two(most) if ks is None else sorted(set(ks)))
     check_within("ks", chosen, most)
     actual = np.stack([pass_at_k(test.truth.num_samples, test.truth.num_correct, k) for k in chosen])
-    weights = resample_weights(len(test.truth), num_resamples=num_resamples, seed=seed)
     curves = []
     for name, values in test.probabilities.items():
         ways = fitted_maps.power_alone(values, chosen)
@@ -95,14 +89,13 @@ class BudgetRow:
 
 def compare_budgets(
     test: TestQuestions,
+    weights: Floats,
     calibration: TestQuestions | None = None,
     *,
     budgets: Sequence[int] | None = None,
-    num_resamples: int = 1000,
     seed: int = 0,
 ) -> list[BudgetRow]:
     """Return what each estimate solves when it allocates samples: all beforehand, and one at a time."""
-    weights = resample_weights(len(test.truth), num_resamples=num_resamples, seed=seed)
     chosen, columns = solved_columns(test, calibration, weights, budgets=budgets, seed=seed)
     rows = []
     for way, solved in columns.items():
@@ -132,7 +125,10 @@ def solved_columns(
     # What is known before a sample is drawn, where each is verified at once.
     priors = {SEQUENTIAL: (np.ones(size), np.ones(size))}
     priors |= {f"{name}, {SEQUENTIAL}": _beta(test, calibration, name) for name in test.probabilities}
-    orders = [_in_random_order(test, np.random.default_rng([seed, number]), most) for number in range(ORDERS)]
+    generators = [np.random.default_rng([seed, number]) for number in range(ORDERS)]
+    counts = list(zip(test.truth.num_samples.tolist(), test.truth.num_correct.tolist(), strict=True))
+    # Of each question as many responses as a plan may give it.
+    orders = [[rng.permutation(np.arange(drawn) < right)[:most] for drawn, right in counts] for rng in generators]
     for way, (right, wrong) in priors.items():
         found = []
         for total in totals:
@@ -140,12 +136,6 @@ def solved_columns(
             found.append(np.mean([solved for _, solved in drawn], axis=0) @ weights)
         columns[way] = np.stack(found)
     return chosen, columns
-
-
-def _in_random_order(test: TestQuestions, rng: np.random.Generator, most: int) -> list[np.ndarray]:
-    """Return the verdicts on ``most`` responses of each question, as many as a plan may give it."""
-    counts = zip(test.truth.num_samples.tolist(), test.truth.num_correct.tolist(), strict=True)
-    return [rng.permutation(np.arange(samples) < correct)[:most] for samples, correct in counts]
 
 
 def sharing_ways(
@@ -189,18 +179,16 @@ class MixingRow:
 
 def compare_mixing(
     test: TestQuestions,
+    weights: Floats,
     calibration: TestQuestions | None = None,
     *,
     budget: int | None = None,
     uniform_shares: Sequence[float] = UNIFORM_SHARES,
-    num_resamples: int = 1000,
-    seed: int = 0,
 ) -> list[MixingRow]:
     """Return what plans solve when a uniform allocation is mixed in, ``a * even + (1 - a) * plan``."""
     most = int(test.truth.num_samples.min())
     chosen = powers_of_two(max(most // 2, 1))[-1] if budget is None else budget
     check_within("budget", [chosen], most)
-    weights = resample_weights(len(test.truth), num_resamples=num_resamples, seed=seed)
     even = np.full(len(test.truth), chosen)
     alone = _solved(test, even) @ weights
     rows = []

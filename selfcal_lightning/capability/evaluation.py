@@ -17,7 +17,7 @@ from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.data.store.annotations import annotation_names, question_annotation_names, question_values
 from selfcal_lightning.data.store.shards import question_digest
 from selfcal_lightning.metrics.arrays import Floats, bin_index, uniform_edges
-from selfcal_lightning.metrics.bootstrap import Estimate, estimate_of, resample_weights
+from selfcal_lightning.metrics.bootstrap import Estimate, estimate_of
 from selfcal_lightning.metrics.calibration import ErrorBounds
 from selfcal_lightning.metrics.capability import drawn_verdicts, error_parts, random_brier, squared_errors, target_gap
 from selfcal_lightning.metrics.discrimination import spearman
@@ -146,33 +146,27 @@ class CapabilityComparison:
 
 
 def compare_estimators(
-    test: TestQuestions, calibration: TestQuestions | None = None, *, num_resamples: int = 1000, seed: int = 0
+    test: TestQuestions, weights: Floats, calibration: TestQuestions | None = None
 ) -> CapabilityComparison:
-    """Evaluate estimates, and the same ones after isotonic regression on calibration questions."""
+    """Evaluate estimates, and the same ones after isotonic regression on calibration questions.
+
+    ``weights`` are those of the questions in the sample and in its resamples [Q, 1 + R], here and below.
+    """
     truth = test.truth
-    weights = resample_weights(len(truth), num_resamples=num_resamples, seed=seed)
     shares = truth.expected_accuracy
     spread = capability_spread(truth.num_correct, truth.num_samples, weights)
     rows: list[EstimatorRow] = []
     errors: list[Floats] = []
     for name, values, needs_labels in candidates(test, calibration):
-        mse = ece = None
+        mse = difference = skill = ece = None
         if is_probability(values):
-            mse = squared_errors(values, truth.num_correct, truth.num_samples) @ weights
-            errors.append(mse)
+            errors.append(squared_errors(values, truth.num_correct, truth.num_samples) @ weights)
+            mse, skill = estimate_of(errors[-1]), estimate_of(1.0 - errors[-1] / spread)
+            difference = None if len(errors) < 2 else estimate_of(errors[-1] - errors[0])
             ece = Estimate.from_bounds(share_error_bounds(values, shares, weights), least=0.0, most=1.0)
-        rows.append(
-            EstimatorRow(
-                name=name,
-                samples=test.costs[name.partition(" + ")[0]],
-                needs_labels=needs_labels,
-                mse=None if mse is None else estimate_of(mse),
-                difference=None if mse is None or len(errors) < 2 else estimate_of(mse - errors[0]),
-                skill=None if mse is None else estimate_of(1.0 - mse / spread),
-                spearman=estimate_of(resampled_column(spearman, values, shares, weights)),
-                ece=ece,
-            )
-        )
+        ranks = estimate_of(resampled_column(spearman, values, shares, weights))
+        samples = test.costs[name.partition(" + ")[0]]
+        rows.append(EstimatorRow(name, samples, needs_labels, mse, difference, skill, ranks, ece))
     parts = error_parts(np.zeros(len(truth)), truth.num_correct, truth.num_samples)
     return CapabilityComparison(
         rows=tuple(rows),
@@ -266,11 +260,10 @@ class DefinitionGap:
 
 
 def decompose_errors(
-    test: TestQuestions, calibration: TestQuestions | None = None, *, num_resamples: int = 1000, seed: int = 0
+    test: TestQuestions, weights: Floats, calibration: TestQuestions | None = None
 ) -> tuple[DecompositionRow, ...]:
     """Decompose the error of each probability: ``E (p - y)^2 = E (p - c*)^2 + E c* (1 - c*)``, each part unbiased."""
     truth = test.truth
-    weights = resample_weights(len(truth), num_resamples=num_resamples, seed=seed)
     share, samples = truth.expected_accuracy, truth.num_samples.astype(np.float64)
     spread = share * (1.0 - share) * samples / np.maximum(samples - 1.0, 1.0)
     rows = []
@@ -332,7 +325,7 @@ class AbstentionRow:
 
 
 def compare_abstention(
-    test: TestQuestions, *, left_out: Sequence[float] = LEFT_OUT, num_resamples: int = 1000, seed: int = 0
+    test: TestQuestions, weights: Floats, *, left_out: Sequence[float] = LEFT_OUT
 ) -> list[AbstentionRow]:
     """Return what each estimate, and the oracle, loses by abstaining from the questions of least value.
 
@@ -340,7 +333,6 @@ def compare_abstention(
     """
     if not left_out or min(left_out) < 0.0 or max(left_out) >= 1.0:
         raise InputError(f"Expected `left_out` to lie in [0, 1), but got {list(left_out)}.")
-    weights = resample_weights(len(test.truth), num_resamples=num_resamples, seed=seed)
     shares = test.truth.expected_accuracy
     rows = []
     for name, values in {**test.estimates, ORACLE: shares}.items():

@@ -36,6 +36,7 @@ from selfcal_lightning.engines.settings import EngineSettings
 from selfcal_lightning.evaluation.figures import save_figure
 from selfcal_lightning.inference.answering import default_task, read_questions
 from selfcal_lightning.metrics.arrays import Floats, Integers
+from selfcal_lightning.metrics.bootstrap import resample_weights
 from selfcal_lightning.metrics.capability import simulated_pass_at_k
 from selfcal_lightning.metrics.risk import Certificate, Procedure, certify_threshold
 
@@ -281,20 +282,20 @@ def run_evaluate_capability(
             calibration.questions, test.questions, names=("`calibration_split`", "`split`"),
             way_out="Name two splits.",
         )  # fmt: skip
-    resampled: dict[str, Any] = {"num_resamples": num_resamples, "seed": seed}
+    weights = resample_weights(len(table.truth), num_resamples=num_resamples, seed=seed)
     with Stage("Resampling questions"):
         found = _Found(
-            comparison=evaluation.compare_estimators(table, others, **resampled),
-            decomposition=evaluation.decompose_errors(table, others, **resampled),
+            comparison=evaluation.compare_estimators(table, weights, others),
+            decomposition=evaluation.decompose_errors(table, weights, others),
             definition_gap=evaluation.definition_gap(table, seed=seed),
-            pass_at_k=sampling_budgets.pass_at_k_curves(table, others, ks=ks, **resampled),
-            budgets=sampling_budgets.compare_budgets(table, others, **resampled),
-            mixing=sampling_budgets.compare_mixing(table, others, **resampled),
-            abstention=evaluation.compare_abstention(table, **resampled),
+            pass_at_k=sampling_budgets.pass_at_k_curves(table, weights, others, ks=ks),
+            budgets=sampling_budgets.compare_budgets(table, weights, others, seed=seed),
+            mixing=sampling_budgets.compare_mixing(table, weights, others),
+            abstention=evaluation.compare_abstention(table, weights),
         )
     settings = {
         "pool": pool, "estimator": names, "split": split, "calibration_split": calibration_split, "task": task,
-        "estimate_samples": estimate_samples, **resampled,
+        "estimate_samples": estimate_samples, "num_resamples": num_resamples, "seed": seed,
     }  # fmt: skip
     _write(folder, settings, table, found)
     _show(found, table, folder)

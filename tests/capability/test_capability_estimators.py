@@ -21,6 +21,7 @@ from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.data.store.annotations import Annotation, QuestionAnnotation
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.data.tasks.registry import load_some
+from selfcal_lightning.metrics.bootstrap import resample_weights
 from selfcal_lightning.records import QuestionSamples
 
 
@@ -131,6 +132,6 @@ def test_the_gap_between_the_targets_by_hand() -> None:
     # E |c - y| = 2 c (1 - c); five draws of 24 questions come near it.
     assert gap.mae == pytest.approx(np.mean(2 * share * (1 - share)), abs=0.08)
     assert 0.2 < (gap.kendall or 0.0) < (gap.spearman or 0.0) < 1.0
-    (row,) = decompose_errors(test, num_resamples=10)
+    (row,) = decompose_errors(test, resample_weights(len(table), num_resamples=10))
     assert row.response.value == pytest.approx(np.mean(share * (1 - share)))
     assert row.capability.value == pytest.approx(-np.mean(share * (1 - share)) / 399)

@@ -25,6 +25,7 @@ from selfcal_lightning.cli import run
 from selfcal_lightning.commands.capability import run_evaluate_capability, run_fit_probe, run_score_questions
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.data.store.annotations import QuestionAnnotation
+from selfcal_lightning.metrics.bootstrap import resample_weights
 from selfcal_lightning.metrics.capability import skill, squared_error
 
 questions_of = test_questions
@@ -54,9 +55,13 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def drawn(test: TestQuestions, num_resamples: int) -> np.ndarray:
+    return resample_weights(len(test.truth), num_resamples=num_resamples)
+
+
 def test_numbers_by_hand() -> None:
     test = judged([0, 2, 4, 3], 4, {"good": [0.1, 0.4, 0.9, 0.8], "bad": [0.5] * 4, "score": [-3.0, -1.0, 0.0, -0.5]})
-    found = compare_estimators(test, num_resamples=50)
+    found = compare_estimators(test, drawn(test, 50))
     good, bad, score = found.rows
     counts = np.array([0, 2, 4, 3]), 4
     assert good.mse is not None
@@ -85,24 +90,24 @@ def test_questions_that_are_as_hard_as_one_another(tmp_path: Path, capsys: pytes
 
 def test_pass_at_k_by_hand() -> None:
     test = judged([2, 0], 4, {"p": [0.5, 0.0]})
-    (curve,) = pass_at_k_curves(test, num_resamples=20)
+    (curve,) = pass_at_k_curves(test, drawn(test, 20))
     assert (curve.way, curve.k) == ("1 - (1 - p)^k", (1, 2, 4))
     assert curve.actual == pytest.approx((0.25, (1 - 1 / 6) / 2, 0.5))
     assert curve.predicted == pytest.approx((0.25, 0.375, 15 / 32))
     assert curve.curve_error.value == pytest.approx((0.0 + 5 / 12 - 3 / 8 + 1 / 32) / 3)
     assert curve.instance_mse[1].value == pytest.approx((5 / 6 - 3 / 4) ** 2 / 2)
-    power, beta, inflated, maps = pass_at_k_curves(test, test, num_resamples=20)
+    power, beta, inflated, maps = pass_at_k_curves(test, drawn(test, 20), test)
     assert inflated.way == "an inflated Beta around p"
     assert beta.predicted[0] == pytest.approx(power.predicted[0])
     assert beta.predicted[-1] <= power.predicted[-1], "a mean over capabilities lies below the power of their mean"
     assert maps.curve_error.value == pytest.approx(0.0), "on the very questions that it was fitted on"
     with pytest.raises(InputError, match=r"`ks` to lie between 1 and 4.* but got \[8\]"):
-        pass_at_k_curves(test, ks=[8])
+        pass_at_k_curves(test, drawn(test, 0), ks=[8])
 
 
 def test_budgets_by_hand() -> None:
     test = judged([4, 1, 0], 4, {"right": [1.0, 0.25, 0.0], "wrong": [0.0, 0.0, 1.0], "score": [-1.0, -2.0, -3.0]})
-    even, right, wrong, oracle, *sequential = compare_budgets(test, budgets=[1, 2], num_resamples=20)
+    even, right, wrong, oracle, *sequential = compare_budgets(test, drawn(test, 20), budgets=[1, 2])
     # Evenly: 1, 1/4 and 0; then 1, 1 - C(3, 2) / C(4, 2) = 1/2 and 0.
     assert [estimate.value for estimate in even.solved] == pytest.approx([5 / 12, 1 / 2])
     # One for the first question, all others for the second: 1/2 of two samples, 1 of four.
@@ -117,15 +122,15 @@ def test_budgets_by_hand() -> None:
     # The first is known to be right, so the others have all of the rest: 3 of 4 samples hold the right one, then all.
     assert sequential[1].solved[1].value == pytest.approx(2 / 3)
     assert sequential[2].solved[1].value < sequential[1].solved[1].value
-    assert len(compare_budgets(test, test, budgets=[1], num_resamples=2)) == 9, "with the Beta gain of both"
+    assert len(compare_budgets(test, drawn(test, 2), test, budgets=[1])) == 9, "with the Beta gain of both"
     with pytest.raises(InputError, match=r"`budgets` to lie between 1 and 4.*got \[5\]"):
-        compare_budgets(test, budgets=[5])
+        compare_budgets(test, drawn(test, 0), budgets=[5])
 
 
 def test_one_at_a_time_draws_no_more_of_a_question_than_a_plan_can() -> None:
     test = judged([4] * 9 + [1], 4, {"p": [0.5] * 10})
     test.truth.num_samples[9] = 20
-    rows = {row.way: row.solved[0].value for row in compare_budgets(test, budgets=[4], num_resamples=0)}
+    rows = {row.way: row.solved[0].value for row in compare_budgets(test, drawn(test, 0), budgets=[4])}
     # Four of the last question's 20 responses, the most that a plan gives it, hold the right one at 1/5.
     assert rows[ORACLE] == pytest.approx((9 + 1 / 5) / 10)
     assert rows["one at a time"] == pytest.approx(rows[ORACLE], abs=0.03)
@@ -144,26 +149,26 @@ def test_the_order_of_the_rows_decides_nothing(tmp_path: Path) -> None:
 
 def test_a_uniform_allocation_is_mixed_in_by_hand() -> None:
     test = judged([4, 1, 0], 4, {"right": [1.0, 0.25, 0.0]})
-    right, oracle = compare_mixing(test, uniform_shares=[0.0, 0.5, 1.0], num_resamples=20)
+    right, oracle = compare_mixing(test, drawn(test, 20), uniform_shares=[0.0, 0.5, 1.0])
     assert (right.way, right.budget) == ("right, geometric gain", 2)
     # The plan is 1, 4 and 1 of the samples, the uniform allocation 2, 2 and 2; of 3 the second has a right one at 3/4.
     assert [each.value for each in right.gain] == pytest.approx([1 / 6, 1 / 12, 0.0])
     assert [each.value for each in oracle.gain] == pytest.approx([1 / 6, 1 / 12, 0.0])
     with pytest.raises(InputError, match="`budget` to lie between 1 and 4"):
-        compare_mixing(test, budget=5)
+        compare_mixing(test, drawn(test, 0), budget=5)
 
 
 def test_abstention_by_hand() -> None:
     test = judged([4, 1, 0, 3], 4, {"right": [1.0, 0.25, 0.0, 0.75], "wrong": [0.0, 0.5, 1.0, 0.9]})
-    right, wrong, oracle = compare_abstention(test, left_out=[0.25, 0.5], num_resamples=20)
+    right, wrong, oracle = compare_abstention(test, drawn(test, 20), left_out=[0.25, 0.5])
     assert [each.value for each in right.lost] == pytest.approx([0.0, 1 / 8])
     assert [each.value for each in right.pass_at_1] == pytest.approx([2 / 3, 7 / 8])
     assert [each.value for each in wrong.lost] == pytest.approx([1 / 2, 5 / 8])
     assert [each.value for each in oracle.lost] == pytest.approx([0.0, 1 / 8])
     nobody = judged([0, 0], 4, {"p": [0.1, 0.2]})
-    assert compare_abstention(nobody, num_resamples=0)[0].lost[0].value is None, "nothing can be lost"
+    assert compare_abstention(nobody, drawn(nobody, 0))[0].lost[0].value is None, "nothing can be lost"
     with pytest.raises(InputError, match=r"`left_out` to lie in \[0, 1\), but got \[1.0\]"):
-        compare_abstention(test, left_out=[1.0])
+        compare_abstention(test, drawn(test, 0), left_out=[1.0])
 
 
 def test_an_estimate_is_not_judged_by_the_responses_that_it_read(written: Path) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Generator, Hashable, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 import numpy as np
@@ -23,20 +24,15 @@ _LEAST_SCORE = 1e-7
 _FAILED = Score(0.0, 0.0, 0.0)
 
 
+Tokens = tuple[int, ...]
+
+
 @dataclass(frozen=True)
 class Path:
     """A partial or finished response of a search."""
 
-    segments: tuple[Hashable, ...] = ()
+    tokens: Tokens = ()
     is_done: bool = False
-
-
-@dataclass(frozen=True)
-class Continuation:
-    """One more step of a path."""
-
-    segment: Hashable
-    is_last: bool
 
 
 def select_topk(scores: Array, k: int) -> list[int]:
@@ -45,11 +41,11 @@ def select_topk(scores: Array, k: int) -> list[int]:
     return np.argsort(-as_scores(scores, "scores"), kind="stable")[:k].tolist()
 
 
-def grow(paths: Sequence[Path], continuations: Sequence[Sequence[Continuation]]) -> list[Path]:
-    """Return the paths after one more step: open ones with each of their continuations, finished ones unchanged."""
+def grow(paths: Sequence[Path], steps: Sequence[Sequence[tuple[Tokens, bool]]]) -> list[Path]:
+    """Return the paths extended by each of their steps (its tokens, and whether it is the last); others unchanged."""
     grown: list[Path] = []
-    for path, steps in zip(paths, continuations, strict=True):
-        grown += [path] if path.is_done else [Path((*path.segments, step.segment), step.is_last) for step in steps]
+    for path, own in zip(paths, steps, strict=True):
+        grown += [Path((*path.tokens, *tokens), is_last) for tokens, is_last in own] or [path]
     return grown
 
 
@@ -138,7 +134,6 @@ def tokens_of(sample: Sample) -> tuple[int, ...]:
     return tuple(sample.token_ids)
 
 
-Tokens = tuple[int, ...]
 Drawing = Generator[Ask, list[Sample], list[Path]]
 
 
@@ -159,7 +154,7 @@ class SearchedPaths:
         """Draw ``number`` steps of each open path, and return the resulting paths; finished ones stay."""
         batches: list[list[Sample]] = []
         for path in paths:
-            batches.append([] if path.is_done else (yield Ask(number, prefix=tokens(path), to_step_end=to_step_end)))
+            batches.append([] if path.is_done else (yield Ask(number, prefix=path.tokens, to_step_end=to_step_end)))
         return self._grown(paths, batches)
 
     def look_ahead(self, paths: Sequence[Path], steps: int) -> Drawing:
@@ -172,16 +167,16 @@ class SearchedPaths:
 
     def scores(self, paths: Sequence[Path]) -> list[Score]:
         """Return the scores of paths; each path is scored once, and 0 if a request for it failed."""
-        wanted = dict.fromkeys(tokens(path) for path in paths if not self._has_failed(path))
+        wanted = dict.fromkeys(path.tokens for path in paths if not self._has_failed(path))
         if new := [ids for ids in wanted if ids not in self._known]:
             self._known |= zip(new, self._scorer.score_paths(self._question, new), strict=True)
-        return [_FAILED if self._has_failed(path) else self._known[tokens(path)] for path in paths]
+        return [_FAILED if self._has_failed(path) else self._known[path.tokens] for path in paths]
 
     def _has_failed(self, path: Path) -> bool:
-        return path.is_done and tokens(path) not in self._ended
+        return path.is_done and path.tokens not in self._ended
 
     def verdict(self, paths: Sequence[Path]) -> Verdict:
-        answers = {path: self._ended[ids].answer for path in paths if (ids := tokens(path)) in self._ended}
+        answers = {path: self._ended[ids].answer for path in paths if (ids := path.tokens) in self._ended}
         done = [path for path in paths if answers.get(path) is not None]
         if not done:
             return make_verdict(self._question, self._seen, None, confidence=None, stopped_early=False)
@@ -191,27 +186,19 @@ class SearchedPaths:
         return make_verdict(self._question, self._seen, answer, confidence=scores[best], stopped_early=False)
 
     def _grown(self, paths: Sequence[Path], batches: Sequence[Sequence[Sample]]) -> list[Path]:
-        """Return the paths extended by their samples; a path without samples is unchanged."""
-        grown: list[Path] = []
-        for path, samples in zip(paths, batches, strict=True):
-            self._seen += samples
-            steps = [self._continuation(path, sample) for sample in samples]
-            grown += grow([path], [steps]) if steps else [path]
-        return grown
+        self._seen += chain.from_iterable(batches)
+        columns = zip(paths, batches, strict=True)
+        return grow(paths, [[self._step(path, sample) for sample in samples] for path, samples in columns])
 
-    def _continuation(self, path: Path, sample: Sample) -> Continuation:
-        """Return the step that a sample adds; a failed request ends its path without an answer."""
+    def _step(self, path: Path, sample: Sample) -> tuple[Tokens, bool]:
+        """Return the tokens that a sample adds, and whether they are the last; a failed request ends its path."""
         if is_failed(sample):
-            return Continuation((), is_last=True)
+            return (), True
         ids = tokens_of(sample)
         is_last = sample.finish != "step"
         if is_last:
             self._ended[ids] = sample
-        return Continuation(ids[len(tokens(path)) :], is_last)
-
-
-def tokens(path: Path) -> Tokens:
-    return tuple(token for segment in path.segments for token in segment)  # type: ignore[attr-defined]
+        return ids[len(path.tokens) :], is_last
 
 
 @dataclass(frozen=True)

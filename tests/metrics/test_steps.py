@@ -36,7 +36,7 @@ from selfcal_lightning.data.steps import (
 )
 from selfcal_lightning.data.tasks.extraction import last_boxed
 from selfcal_lightning.data.tasks.word_problems import stream_problems, write_solution
-from selfcal_lightning.rewards.search import Continuation, Path, distinct, grow, particle_weights, select_topk
+from selfcal_lightning.rewards.search import Path, distinct, grow, particle_weights, select_topk
 
 Vectors = Callable[[str], dict[str, Any]]
 
@@ -265,7 +265,7 @@ def test_selection_equals_the_vectors(vectors: Vectors) -> None:
             continue
         paths = [Path(("s1",)), Path(("s2",), is_done=True), Path(("s3",)), Path(("s4",))]
         kept = select_topk(case["scores"], case["k"])
-        assert [list(paths[i].segments) for i in kept] == case["kept_paths"]
+        assert [list(paths[i].tokens) for i in kept] == case["kept_paths"]
         assert [case["scores"][i] for i in kept] == case["kept_scores"]
         assert [paths[i].is_done for i in kept] == case["kept_done"]
 
@@ -275,11 +275,11 @@ def test_growth_equals_the_vectors(vectors: Vectors) -> None:
     for case in vectors("beam_aggregate")["cases"]:
         paths = [Path(tuple(path), done) for path, done in zip(case["paths"], case["done"], strict=True)]
         steps = [
-            [] if path.is_done else [Continuation(s, _is_last(r, s)) for s, r in zip(segments, reasons, strict=True)]
+            [] if path.is_done else [((s,), _is_last(r, s)) for s, r in zip(segments, reasons, strict=True)]
             for path, segments, reasons in zip(paths, case["segments"], case["reasons"], strict=True)
         ]
         grown = grow(paths, steps)
-        assert [list(path.segments) for path in grown] == case["out_paths"][0]
+        assert [list(path.tokens) for path in grown] == case["out_paths"][0]
         is_last = [_is_last(reason) for reason in case["out_reasons"][0]]
         assert [path.is_done for path in grown] == [a or b for a, b in zip(case["out_done"][0], is_last, strict=True)]
 

@@ -35,10 +35,6 @@ class KeyStep:
     span: tuple[int, int] | None
     checked: bool | None
 
-    @property
-    def text(self) -> str:
-        return self.forms[0]
-
 
 @dataclass(frozen=True, slots=True)
 class Extracted:
@@ -289,10 +285,6 @@ def _none(example: Example, reason: str, *, repaired: bool = False) -> Extracted
 class KeySteps:
     extractor: Mapping[str, Any]
     found: tuple[Extracted, ...]
-
-    @property
-    def by_response(self) -> dict[tuple[str, int, int], Extracted]:
-        return {one.key: one for one in self.found}
 
     @property
     def rates(self) -> dict[str, Any]:

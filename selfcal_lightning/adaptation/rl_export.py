@@ -58,7 +58,7 @@ class TrainingRow:
 def training_rows(
     chosen: Iterable[Example], steps: KeySteps | None, *, label: ExportLabel | None = None
 ) -> list[TrainingRow]:
-    known = {} if steps is None else steps.by_response
+    known = {} if steps is None else {one.key: one for one in steps.found}
     rows: list[TrainingRow] = []
     for number, one in enumerate(chosen):
         if not one.question.messages:  # a trainer would apply its template to a rendered prompt

@@ -57,7 +57,7 @@ def test_rules_take_the_equations_and_leave_the_answer_out(made: Selection) -> N
     found = list(RuleExtractor().extract(chosen))
     for one, example in zip(found, chosen, strict=True):
         (step,) = one.steps
-        assert example.sample.text[slice(*step.span)] == step.text == example.sample.text.split(".")[0]
+        assert example.sample.text[slice(*step.span)] == step.forms[0] == example.sample.text.split(".")[0]
         assert step.checked is True
         assert one.leaking == 0
     mute = replace(chosen[0], sample=replace(chosen[0].sample, text="Ten."))
@@ -113,7 +113,7 @@ def test_a_form_leaks_where_nothing_is_left_but_the_answer(
     text = " ".join([*leaks, *computes])
     one = replace(one, sample=replace(one.sample, text=text), row=replace(one.row, answer=answer))
     found = checked_steps(one, [[form] for form in [*leaks, *computes]])
-    assert [step.text for step in found.steps] == computes
+    assert [step.forms[0] for step in found.steps] == computes
     assert found.leaking == len(leaks)
 
 

@@ -23,7 +23,7 @@ from selfcal_lightning.models.folders import DIGESTS, check_model, load_config, 
 from selfcal_lightning.models.lora import LoraSettings
 from selfcal_lightning.models.outputs import has_plain_head, hidden_at
 from selfcal_lightning.rewards import heads
-from selfcal_lightning.rewards.formats import QUANTILE_PRM, RewardFormat, quantiles_of, reward_format
+from selfcal_lightning.rewards.formats import QUANTILE_PRM, quantiles_of, reward_format
 from selfcal_lightning.rewards.heads import StepScores, monotone_quantiles
 from selfcal_lightning.rewards.layouts import RewardEncoder
 from selfcal_lightning.rewards.metrics import PREFIXES, QuantileMetrics, StepMetrics
@@ -41,7 +41,6 @@ from selfcal_lightning.training.settings import AdapterSettings, OptimizerSettin
 from selfcal_lightning.training.support import Support, Way, check_features
 
 if TYPE_CHECKING:
-    from lightning.pytorch.strategies import Strategy
     from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
     from torch.optim import Optimizer
     from transformers import PreTrainedModel
@@ -98,33 +97,6 @@ def reward_losses(raw: Tensor, batch: RewardBatch, levels: Sequence[float]) -> t
     return entropy, pinball
 
 
-class RewardStepLog:
-    def __init__(self) -> None:
-        self._sums: Tensor | None = None
-
-    def add(self, batch: RewardBatch, losses: tuple[Tensor, Tensor], mean: Tensor) -> None:
-        """Add a micro-batch with its losses and the mean at every place [M]."""
-        known = ~batch.place_target.isnan()
-        values = (*losses, mean[known].sum(), batch.place_target[known].sum(), known.sum())
-        sums = torch.stack([value.detach().double() for value in values])
-        self._sums = sums if self._sums is None else self._sums + sums
-
-    def finish(self, strategy: Strategy, *, pinball: float, lr: float) -> dict[str, float]:
-        """Return the logged values of the step and begin the next; one small collective."""
-        if self._sums is None:
-            return {}
-        entropy, quantiles, score, target, places = strategy.reduce(self._sums, reduce_op="sum").tolist()
-        self._sums = None
-        return {
-            "train/loss/CrossEntropy": entropy,
-            "train/loss/Pinball": quantiles,
-            "train/loss/Total": entropy + pinball * quantiles,
-            "train/Score": score / max(places, 1.0),
-            "train/Target": target / max(places, 1.0),
-            "train/LearningRate": lr,
-        }
-
-
 class PlaceMetrics(torch.nn.Module):
     """Brier, ECE, bias, pinball and coverage at every place with a known rate, by position and overall."""
 
@@ -155,17 +127,6 @@ def first_head(width: int, *, device: torch.device) -> nn.Linear:
         head.weight.zero_()
         head.bias.copy_(torch.tensor([0.0, *[math.log(math.expm1(heads.FIRST_GAP))] * 2]))
     return head
-
-
-def head_of_public(
-    base_model: str, format: RewardFormat, encoder: RewardEncoder, trunk: PreTrainedModel, *, revision: str | None
-) -> nn.Module:
-    folder = model_folder(base_model, revision=revision)
-    files = WeightFiles.of_model(base_model, revision=revision)
-    heads.check_head(files, folder, format)
-    encoder.check_fits(cast("Tensor", trunk.get_input_embeddings().weight).shape[0], of=base_model)
-    head = heads.read_head(files, folder, format, trunk, encoder.output_ids)
-    return heads.head_with_quantiles(head, format).to(trunk.device)
 
 
 @dataclass(frozen=True)
@@ -285,7 +246,7 @@ class QuantileRewardModule(CalibratedModel):
         self.save_hyperparameters(plain_settings(self.adapter, self.optimization, self.settings))
         self.val_metrics, self.test_metrics = CalibrationMetrics(), CalibrationMetrics()
         self.val_places, self.test_places = PlaceMetrics(self.levels), PlaceMetrics(self.levels)
-        self._step_log = RewardStepLog()
+        self._sums: Tensor | None = None  # of the micro-batches of an optimiser step, for its log
 
     def check_support(self, trainer: Trainer | None = None) -> None:
         """Refuse ways of running that do not work, sampling from a public model, and families without an export."""
@@ -328,8 +289,12 @@ class QuantileRewardModule(CalibratedModel):
         if self.public is None:
             self.head = first_head(model.config.get_text_config().hidden_size, device=model.device)
         else:
-            head = head_of_public(self.base_model, self.public, self._encoder, model, revision=self.revision)
-            self.head = head.requires_grad_(True)
+            folder = model_folder(self.base_model, revision=self.revision)
+            files = WeightFiles.of_model(self.base_model, revision=self.revision)
+            heads.check_head(files, folder, self.public)
+            self._encoder.check_fits(model.get_input_embeddings().weight.shape[0], of=self.base_model)
+            stored = heads.read_head(files, folder, self.public, model, self._encoder.output_ids)
+            self.head = heads.head_with_quantiles(stored, self.public).to(model.device).requires_grad_(True)
         if self.exported_from is not None:
             self._take_up(self.exported_from)
 
@@ -372,7 +337,10 @@ class QuantileRewardModule(CalibratedModel):
         with dropout_stream(self.adapter.seed, *at, device=self.device):
             raw = self.raw_outputs(batch)
         entropy, pinball = reward_losses(raw, batch, self.levels)
-        self._step_log.add(batch, (entropy, pinball), raw[:, 0].sigmoid())
+        known = ~batch.place_target.isnan()
+        logged = (entropy, pinball, raw[known, 0].sigmoid().sum(), batch.place_target[known].sum(), known.sum())
+        sums = torch.stack([value.detach().double() for value in logged])
+        self._sums = sums if self._sums is None else self._sums + sums
         loss = entropy + self.settings.pinball * pinball
         return loss * self.trainer.world_size * self.trainer.accumulate_grad_batches
 
@@ -386,10 +354,21 @@ class QuantileRewardModule(CalibratedModel):
         return with_cosine(optimizer, self.trainer, warmup_steps=self.optimization.warmup_steps)
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        lr = optimizer.param_groups[-1]["lr"]
-        if logged := self._step_log.finish(self.trainer.strategy, pinball=self.settings.pinball, lr=lr):
-            self.log_dict(logged)
-            self.log("loss", logged["train/loss/Total"], prog_bar=True, logger=False)
+        """Log the values of the step; one small collective."""
+        if self._sums is None:
+            return
+        entropy, pinball, score, target, places = self.trainer.strategy.reduce(self._sums, reduce_op="sum").tolist()
+        self._sums = None
+        logged = {
+            "train/loss/CrossEntropy": entropy,
+            "train/loss/Pinball": pinball,
+            "train/loss/Total": entropy + self.settings.pinball * pinball,
+            "train/Score": score / max(places, 1.0),
+            "train/Target": target / max(places, 1.0),
+            "train/LearningRate": optimizer.param_groups[-1]["lr"],
+        }
+        self.log_dict(logged)
+        self.log("loss", logged["train/loss/Total"], prog_bar=True, logger=False)
 
     # ---- scores
 

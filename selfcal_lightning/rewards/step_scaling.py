@@ -8,13 +8,13 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from selfcal_lightning.confidence import scaling
 from selfcal_lightning.confidence.base import P_TRUE, confidence_of
-from selfcal_lightning.confidence.fitted_files import load_fitted, save_fitted
+from selfcal_lightning.confidence.fitted_files import load_whole, save_fitted
 from selfcal_lightning.confidence.scaling import SCALER_KINDS, ScalerKind, ScalerMap
 from selfcal_lightning.confidence.splits import FittedOn
 from selfcal_lightning.core.errors import InputError
@@ -63,13 +63,12 @@ class StepScaler:
 
     @classmethod
     def load(cls, path: str | Path) -> StepScaler:
-        kind, content = load_fitted(path, STEP_SCALER_KINDS)
-        try:
+        def whole(kind: str, content: Mapping[str, Any]) -> StepScaler:
             found = scaling.read_map(kind.removeprefix(PREFIX), content["parameters"])
             plain = {name: content[name] for name in ("target", "reward_model", "scores")}
             return cls(map=found, fitted_on=FittedOn.from_json(content["fitted_on"]), **plain)
-        except (KeyError, TypeError, ValueError) as error:
-            raise InputError(f"Expected {path} to hold a whole scaler of steps: {error}") from error
+
+        return load_whole(path, STEP_SCALER_KINDS, whole)
 
 
 def step_rows(

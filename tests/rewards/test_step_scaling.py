@@ -131,7 +131,7 @@ def test_what_cannot_be_scaled_is_refused(model: str, tiny_model: str, store_dir
         open_scaled_rewards(settings_of(model, tmp_path / "none.json"))
     content = json.loads(path.read_text())
     (tmp_path / "damaged.json").write_bytes(sealed({**content, "parameters": {"x": [0, 1], "y": [1, 0]}}))
-    with pytest.raises(InputError, match=r"to hold a whole scaler of steps: .* isotonic"):
+    with pytest.raises(InputError, match=r"to hold a whole steps_isotonic, but got .* isotonic.*Fit it again"):
         open_scaled_rewards(settings_of(model, tmp_path / "damaged.json"))
     whole = stand_in(tiny_model, tmp_path / "whole", reward_format("sequence-classifier"))
     with pytest.raises(InputError, match=r"a probability for each step.*`selfcal fit-confidence`"):

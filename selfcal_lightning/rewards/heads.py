@@ -19,14 +19,12 @@ from torch.nn import functional as F  # noqa: N812 - the name that every PyTorch
 
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.core.files import read_json_object
-from selfcal_lightning.models.causal_lm import WeightFiles, load_causal_lm
-from selfcal_lightning.models.lora import LoraSettings, adapter_state, attach_lora, merge_adapter, set_adapter_state
-from selfcal_lightning.records import Dtype
+from selfcal_lightning.models.causal_lm import WeightFiles
 from selfcal_lightning.rewards.formats import RewardFormat
 from selfcal_lightning.training.losses import at_least_float32
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers import PreTrainedModel
 
 FIRST_GAP = 1.0  # initial distance of the quantiles from the mean, in log-odds
 NUM_GAPS = 2
@@ -165,34 +163,6 @@ def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
 
 
 HEAD = "score"
-
-
-def check_exportable(config: PreTrainedConfig, base_model: str) -> None:
-    """Raise InputError if transformers has no ``...ForTokenClassification`` of the architecture."""
-    from transformers import AutoModelForTokenClassification
-
-    if type(config) not in AutoModelForTokenClassification._model_mapping:
-        kind = type(config).__name__
-        raise InputError(f"`base_model` {base_model!r} ({kind}) has no `...ForTokenClassification` to export.")
-
-
-def merged_trunk(
-    base_model: str,
-    model: Any,
-    *,
-    revision: str | None,
-    lora: LoraSettings | None,
-    dtype: torch.dtype,
-    is_public: bool,
-) -> PreTrainedModel:
-    """Return a copy of the trunk on the CPU with the adapter merged into it."""
-    name = cast("Dtype", str(dtype).removeprefix("torch."))
-    trunk = load_causal_lm(base_model, revision=revision, dtype=name, is_trunk=is_public)
-    if lora is None:
-        return trunk
-    adapted = attach_lora(trunk, lora)
-    set_adapter_state(adapted, {name: tensor.cpu() for name, tensor in adapter_state(model).items()})
-    return merge_adapter(adapted)
 
 
 def output_names(head: nn.Module) -> tuple[str, ...]:

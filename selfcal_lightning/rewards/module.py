@@ -20,8 +20,9 @@ from selfcal_lightning.data.step_settings import Steps, check_steps
 from selfcal_lightning.models.causal_lm import WeightFiles, forward_arguments, load_causal_lm
 from selfcal_lightning.models.chat_format import DEFAULT_QUERY, ChatFormat, Prompt, load_tokenizer
 from selfcal_lightning.models.folders import DIGESTS, check_model, load_config, model_folder, read_manifest
-from selfcal_lightning.models.lora import LoraSettings
+from selfcal_lightning.models.lora import LoraSettings, adapter_state, attach_lora, merge_adapter, set_adapter_state
 from selfcal_lightning.models.outputs import has_plain_head, hidden_at
+from selfcal_lightning.records import Dtype
 from selfcal_lightning.rewards import heads
 from selfcal_lightning.rewards.formats import QUANTILE_PRM, quantiles_of, reward_format
 from selfcal_lightning.rewards.heads import StepScores, monotone_quantiles
@@ -250,6 +251,8 @@ class QuantileRewardModule(CalibratedModel):
 
     def check_support(self, trainer: Trainer | None = None) -> None:
         """Refuse ways of running that do not work, sampling from a public model, and families without an export."""
+        from transformers import AutoModelForTokenClassification
+
         super().check_support(trainer)
         if (trainer := trainer or trainer_of(self)) is not None:
             check_features(trainer, [FEATURE], rows=SUPPORT, reasons=REASONS)
@@ -259,7 +262,10 @@ class QuantileRewardModule(CalibratedModel):
                     f"Expected no `SSCGeneration` with the reward model of `format={self.public.name!r}`. Sample the "
                     "policy by `selfcal generate`, and name its store as `data.store_dir`."
                 )
-        heads.check_exportable(load_config(self.base_model, revision=self.revision), self.base_model)
+        kind = type(load_config(self.base_model, revision=self.revision))
+        if kind not in AutoModelForTokenClassification._model_mapping:
+            found = f"{self.base_model!r} ({kind.__name__})"
+            raise InputError(f"`base_model` {found} has no `...ForTokenClassification` to export.")
 
     def plan_run(self, verb: str, trainer: Trainer, module: object, data: object) -> Plan:
         check_model(self.base_model, revision=self.revision, option="base_model")
@@ -426,16 +432,23 @@ class QuantileRewardModule(CalibratedModel):
 
     def save_export(self, folder: Path, *, state: Mapping[str, Tensor] | None = None) -> None:
         trained = {name: value.detach().cpu().contiguous() for name, value in trained_parameters(self).items()}
-        trunk = self.model if self.settings.full else heads.merged_trunk(
-            self.base_model, self.model, revision=self.revision, lora=self.lora, dtype=self.model.dtype,
-            is_public=self.public is not None,
-        )  # fmt: skip
+        trunk = self.model if self.settings.full else self._merged_trunk()
         heads.save_with_head(trunk, cast("nn.Module", self.head), folder)
         self.tokenizer.save_pretrained(folder)
         (folder / TRAINED_FILE).parent.mkdir(exist_ok=True)
         save_file(trained, folder / TRAINED_FILE, metadata={"format": "pt"})
         format = QUANTILE_PRM if self.public is None else quantiles_of(self.public).name
         RewardFile(format, self.settings.steps, self.levels, self.settings.target).write(folder)
+
+    def _merged_trunk(self) -> PreTrainedModel:
+        """Return a copy of the trunk on the CPU with the adapter merged into it."""
+        dtype = cast("Dtype", str(self.model.dtype).removeprefix("torch."))
+        trunk = load_causal_lm(self.base_model, revision=self.revision, dtype=dtype, is_trunk=self.public is not None)
+        if self.lora is None:
+            return trunk
+        adapted = attach_lora(trunk, self.lora)
+        set_adapter_state(adapted, {name: tensor.cpu() for name, tensor in adapter_state(self.model).items()})
+        return merge_adapter(adapted)
 
     def _take_up(self, folder: Path) -> None:
         manifest = read_manifest(folder)

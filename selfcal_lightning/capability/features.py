@@ -35,8 +35,6 @@ class PromptModel(AbstractContextManager):
     def __init__(
         self, settings: ModelSettings, fingerprint: StoreFingerprint | None = None, *, own_adapter: bool = True
     ) -> None:
-        self._settings = settings
-
         self._named = ScoringModel(settings, fingerprint)
         check_engine(settings.engine, self._named.source)
         self._engine: Engine | None = None
@@ -68,7 +66,7 @@ class PromptModel(AbstractContextManager):
 
     @property
     def dtype(self) -> str:
-        return weights_dtype(self._settings.engine)
+        return weights_dtype(self._named.settings.engine)
 
     @property
     def chat(self) -> ChatFormat:
@@ -82,7 +80,7 @@ class PromptModel(AbstractContextManager):
 
     def open(self) -> Engine:
         if self._engine is None:
-            options = replace(self._settings.engine, revision=self._named.revision)
+            options = replace(self._named.settings.engine, revision=self._named.revision)
             self._engine = open_engine(options, self.source, chat=self.chat)
         return self._engine
 

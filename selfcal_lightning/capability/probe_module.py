@@ -54,18 +54,6 @@ def check_same_basis(stored: ProbeBasis, current: ProbeBasis) -> None:
         raise InputError(f"The checkpoint was trained on other data: {found}. Restore them, or drop `ckpt_path`.")
 
 
-def check_trainer(trainer: Trainer) -> None:
-    """Raise InputError for Trainer settings that this short training does not support."""
-    size, precision, batches = trainer.world_size, trainer.precision, trainer.accumulate_grad_batches
-    for is_met, wanted, value in (
-        (size == 1, "one process", f"{size} processes"),
-        (precision in ("32-true", "64-true"), "`trainer.precision` 32-true or 64-true", precision),
-        (batches == 1, "`trainer.accumulate_grad_batches` 1", batches),
-    ):
-        if not is_met:
-            raise InputError(f"Expected {wanted} to train a probe, but got {value}.")
-
-
 HeadName = Literal["linear", "mlp", "classifier"]
 ProbeOptimizer = Literal["adamw", "sgd", "lbfgs"]
 Schedule = Literal["cosine", "constant"]
@@ -165,8 +153,16 @@ class LinearProbeModule(TrainedModule):
         self.val_metrics, self.test_metrics = CapabilityMetrics(), CapabilityMetrics()
 
     def check_support(self, trainer: Trainer | None = None) -> None:
-        if (trainer := trainer or trainer_of(self)) is not None:
-            check_trainer(trainer)
+        if (trainer := trainer or trainer_of(self)) is None:
+            return
+        size, precision, batches = trainer.world_size, trainer.precision, trainer.accumulate_grad_batches
+        for is_met, wanted, value in (
+            (size == 1, "one process", f"{size} processes"),
+            (precision in ("32-true", "64-true"), "`trainer.precision` 32-true or 64-true", precision),
+            (batches == 1, "`trainer.accumulate_grad_batches` 1", batches),
+        ):
+            if not is_met:
+                raise InputError(f"Expected {wanted} to train a probe, but got {value}.")
 
     def configure_model(self) -> None:
         """Build the layers once their width is known, from an export or the data."""

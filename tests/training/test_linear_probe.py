@@ -15,7 +15,7 @@ from support.probe_plugin import write_configuration
 from support.trainers import trainer_of
 
 from selfcal_lightning.capability.probe import WEIGHTS, load_probe
-from selfcal_lightning.capability.probe_module import LinearProbeModule, check_trainer
+from selfcal_lightning.capability.probe_module import LinearProbeModule
 from selfcal_lightning.capability.question_table import load_capability_pool
 from selfcal_lightning.cli import run
 from selfcal_lightning.commands.capability import run_score_questions
@@ -208,10 +208,11 @@ def test_an_export_is_taken_up(whole: Path) -> None:
 def test_runs_that_it_is_not_made_for(changed: dict[str, Any], words: str) -> None:
     trainer = trainer_of("one process")
     vars(trainer).update({"world_size": 1, "accumulate_grad_batches": 1})
-    check_trainer(trainer)
+    module = LinearProbeModule("bundled")
+    module.check_support(trainer)
     vars(trainer).update(changed)
     with pytest.raises(InputError, match=words):
-        check_trainer(trainer)
+        module.check_support(trainer)
 
 
 # ---- the rows

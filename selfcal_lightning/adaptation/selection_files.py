@@ -148,8 +148,14 @@ def is_selection(folder: Path) -> bool:
 def write_selection(output: str | Path, selected: Selected, source: Source, settings: SelectionSettings) -> Selection:
     folder = Path(output)
     folder.mkdir(parents=True, exist_ok=True)
-    data = _parquet(selected.rows, source.shards)
     chosen, rows = asdict(settings), selected.rows
+    plain = []
+    for row in rows:
+        label = {column: getattr(row.label, name) for name, column in _LABEL.items()}
+        scores = {f"{_SCORE}{name}": value for name, value in row.scores.items()}
+        plain.append({**asdict(row), **label, "shard": source.shards[row.question_id], **scores})
+    schema = pa.schema({**_FIELDS, **{name: _REAL for name in plain[0] if name.startswith(_SCORE)}})
+    data = parquet_bytes(pa.Table.from_pylist(plain, schema=schema))
     chosen_on = {"split": source.store["split"], "questions_sha256": split_hash(row.question_id for row in rows)}
     manifest = {
         "kind": KIND,
@@ -192,16 +198,6 @@ def read_selection(path: str | Path) -> Selection:
     if hashlib.sha256(data).hexdigest() != manifest["rows_sha256"]:
         raise InputError(f"{file} differs from what its manifest says. Run `selfcal select` again.")
     return Selection(folder, tuple(map(_from_json, read_parquet(data).to_pylist())), manifest)
-
-
-def _parquet(rows: Sequence[SelectedRow], shards: Mapping[str, str]) -> bytes:
-    plain = []
-    for row in rows:
-        label = {column: getattr(row.label, name) for name, column in _LABEL.items()}
-        scores = {f"{_SCORE}{name}": value for name, value in row.scores.items()}
-        plain.append({**asdict(row), **label, "shard": shards[row.question_id], **scores})
-    schema = pa.schema({**_FIELDS, **{name: _REAL for name in plain[0] if name.startswith(_SCORE)}})
-    return parquet_bytes(pa.Table.from_pylist(plain, schema=schema))
 
 
 def _from_json(row: Mapping[str, Any]) -> SelectedRow:

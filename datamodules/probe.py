@@ -143,8 +143,7 @@ class ProbeDataModule(LightningDataModule):
 
     def __post_init__(self) -> None:
         super().__init__()
-        stated = {"batch_size": self.batch_size, "target_draws": self.target_draws}
-        check_at_least(1, **{name: value for name, value in stated.items() if value is not None})
+        check_at_least(1, batch_size=self.batch_size, target_draws=self.target_draws)
         check_at_least(0, seed=self.seed)
         check_literals(self)
         check_gives_hidden_states(self.engine)

@@ -84,7 +84,7 @@ class SSCDataModule(StoredDataModule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_at_least(1, num_buckets=1 if self.num_buckets is None else self.num_buckets)
+        check_at_least(1, num_buckets=self.num_buckets)
         for name, value in {"generation_ratio": self.generation_ratio or 0.0, "eta": self.eta}.items():
             if not 0.0 <= value <= 1.0:
                 raise InputError(f"`{name}` must lie in [0, 1], but got {value}.")

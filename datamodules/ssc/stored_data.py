@@ -118,8 +118,7 @@ class StoredDataModule(LightningDataModule, ABC):
             "num_samples", "total_tuples", "batch_size", "validation_batch_size", "max_repeats", "group_size",
             "max_length", "pad_to_multiple_of", "token_budget", "regenerate_every_n_epochs",
         )  # fmt: skip
-        stated = {name: getattr(self, name) for name in at_least_one}
-        check_at_least(1, **{name: value for name, value in stated.items() if value is not None})
+        check_at_least(1, **{name: getattr(self, name) for name in at_least_one})
         check_at_least(0, seed=self.seed, round=self.round, num_workers=self.num_workers)
         check_literals(self)
         if self.regenerate_every_n_epochs is not None and self.round != 0:

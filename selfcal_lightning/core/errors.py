@@ -27,10 +27,10 @@ class MissingPackageError(UserError, ImportError):
     """An optional dependency is not installed."""
 
 
-def check_at_least(least: float, **settings: float) -> None:
-    """Raise InputError unless every setting is at least ``least``; keywords are the names in the message."""
+def check_at_least(least: float, **settings: float | None) -> None:
+    """Raise InputError unless every setting is None or at least ``least``; keywords are the names in the message."""
     for name, value in settings.items():
-        if value < least:
+        if value is not None and value < least:
             raise InputError(f"Expected `{name}` to be at least {least}, but got {value}.")
 
 

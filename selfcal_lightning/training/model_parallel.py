@@ -118,7 +118,7 @@ class AdapterModelParallelStrategy(ModelParallelStrategy):
         if tensor_parallel_size != 1:
             raise InputError(f"`tensor_parallel_size` must be 1 (FSDP2 shards), but got {tensor_parallel_size}.")
         check_positive(timeout_minutes=timeout_minutes)
-        check_at_least(1, data_parallel_size=1 if data_parallel_size is None else data_parallel_size)
+        check_at_least(1, data_parallel_size=data_parallel_size)
         super().__init__(
             data_parallel_size="auto",
             tensor_parallel_size=1,

@@ -9,16 +9,14 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from selfcal_lightning.core.errors import InputError, check_at_least
 from selfcal_lightning.data.store.shards import StoredRow
 from selfcal_lightning.datamodules.ssc.mixture import IntArray
-from selfcal_lightning.datamodules.ssc.sampler import MicroBatch, Packing
+from selfcal_lightning.datamodules.ssc.sampler import MicroBatch
 from selfcal_lightning.models.chat_format import ChatFormat
-from selfcal_lightning.models.folders import load_config
-from selfcal_lightning.models.packing import PrefixTree, check_shared_prefix, shared_prefix_problem
+from selfcal_lightning.models.packing import PrefixTree
 from selfcal_lightning.training.batches import SSCBatch
 
 Tokens = TypeVar("Tokens", int, IntArray)
@@ -186,19 +184,6 @@ class SSCCollator(RowLayout):
             row=torch.as_tensor(np.where(micro.real, micro.rows, -1).astype(np.int64)),
             auxiliary_target=None if rows.auxiliary_target is None else floats(rows.auxiliary_target),
         )
-
-
-def shares_prefix(packing: Packing, base_model: str, *, revision: str | None = None) -> bool:
-    if packing == "off":
-        return False
-    config = load_config(base_model, revision=revision)
-    if packing == "shared_prefix":
-        check_shared_prefix(config, base_model)
-        return True
-    problem = shared_prefix_problem(config)
-    if problem is not None:
-        rank_zero_warn(f"{base_model!r} is trained on batches of similar length, since {problem} (`packing: auto`).")
-    return problem is None
 
 
 def floats(values: Sequence[float] | np.ndarray) -> Tensor:

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal, cast
 import numpy as np
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from selfcal_lightning.core.errors import InputError, RunError, check_at_least
 from selfcal_lightning.core.plan import Plan
@@ -22,12 +22,13 @@ from selfcal_lightning.data.tasks.registry import get_task
 from selfcal_lightning.datamodules.plan import check_data, check_room, plan_data, splits_of
 from selfcal_lightning.datamodules.questions import QuestionSource, check_disjoint, load_questions, task_shares
 from selfcal_lightning.datamodules.ssc import sampler, stored_rows, tuples
-from selfcal_lightning.datamodules.ssc.collate import RowLayout, shares_prefix
+from selfcal_lightning.datamodules.ssc.collate import RowLayout
 from selfcal_lightning.datamodules.ssc.mixture import EpochDraw, Mixture, build_pools
 from selfcal_lightning.datamodules.ssc.sampler import LateDataLoader, Packing
 from selfcal_lightning.datamodules.ssc.tuples import PTrueName, TargetRecipe, TupleDataset, TupleTable
+from selfcal_lightning.models import packing
 from selfcal_lightning.models.chat_format import DEFAULT_QUERY, ChatFormat, Prompt, load_tokenizer
-from selfcal_lightning.models.packing import check_attention
+from selfcal_lightning.models.folders import load_config
 from selfcal_lightning.records import Question
 from selfcal_lightning.training.settings import check_literals
 
@@ -157,7 +158,16 @@ class StoredDataModule(LightningDataModule, ABC):
         }
 
     def shares_prefix(self) -> bool:
-        return shares_prefix(self.packing, self.base_model, revision=self.revision)
+        if self.packing == "off":
+            return False
+        config = load_config(self.base_model, revision=self.revision)
+        if self.packing == "shared_prefix":
+            packing.check_shared_prefix(config, self.base_model)
+            return True
+        if (problem := packing.shared_prefix_problem(config)) is not None:
+            less = "is trained on batches of similar length"
+            rank_zero_warn(f"{self.base_model!r} {less}, since {problem} (`packing: auto`).")
+        return problem is None
 
     def recipes(self) -> tuple[TargetRecipe, ...]:
         """Return the target recipes: the adapter's first, then one per auxiliary adapter."""
@@ -211,7 +221,7 @@ class StoredDataModule(LightningDataModule, ABC):
         check_data(self, stage, self.trainer)
         if self.shares_prefix():
             reader = self._module()
-            check_attention(None if reader is None else reader.attn_implementation)
+            packing.check_attention(None if reader is None else reader.attn_implementation)
         if stage == "fit":
             self.check_fit()
         check_room(self, stage)

@@ -29,7 +29,7 @@ from support.ssc_pools import fit as fit_recorder
 from support.training_runs import data_module
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from selfcal_lightning.datamodules.ssc.collate import shares_prefix
+from selfcal_lightning.datamodules import SSCDataModule
 from selfcal_lightning.models import packing
 from selfcal_lightning.models.chat_format import ChatFormat
 from selfcal_lightning.models.packing import (
@@ -235,10 +235,10 @@ def test_attention_that_cannot_be_packed_is_found(family: str, settings: dict[st
 
 def test_auto_falls_back_to_batches_of_like_length(tmp_path: Path, tiny_model: str) -> None:
     AutoConfig.for_model("gpt_oss").save_pretrained(tmp_path)
-    assert shares_prefix("auto", tiny_model)
-    assert not shares_prefix("off", tiny_model)
+    assert SSCDataModule(tiny_model, "none").shares_prefix()
+    assert not SSCDataModule(tiny_model, "none", packing="off").shares_prefix()
     with pytest.warns(UserWarning, match="s_aux"):
-        assert not shares_prefix("auto", str(tmp_path))
+        assert not SSCDataModule(str(tmp_path), "none").shares_prefix()
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])

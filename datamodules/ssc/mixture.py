@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -23,35 +22,8 @@ class TaskPools:
     generation: IntArray
     buckets: tuple[IntArray, ...]
 
-    @property
-    def num_calibration(self) -> int:
-        return sum(len(bucket) for bucket in self.buckets)
 
-
-class PoolDraw(NamedTuple):
-    """Rows of a pool or bucket, and how many were wanted and taken, repeated ones too."""
-
-    size: int
-    wanted: int
-    taken: int
-
-    @property
-    def drawn(self) -> int:
-        return min(self.size, self.taken)
-
-    @property
-    def repeated(self) -> int:
-        return self.taken - self.drawn
-
-    @property
-    def missing(self) -> int:
-        return max(self.wanted - self.taken, 0)
-
-
-@dataclass(frozen=True)
-class TaskDraw:
-    generation: PoolDraw
-    buckets: tuple[PoolDraw, ...]
+COUNTED = ("rows", "drawn", "repeated", "missing")  # of a pool; the second counts a repeated row once
 
 
 @dataclass(frozen=True)
@@ -61,15 +33,7 @@ class EpochDraw:
     rows: IntArray  # row numbers of the tuple table, [M]
     calibration_weight: FloatArray  # 1 for rows of the calibration pool, 0 for generation samples, [M]
     generation_weight: FloatArray  # 1 for generation samples; in the calibration pool [confident], or 0 when exact
-    counts: Mapping[str, TaskDraw]  # by task
-
-
-def reference_counts(
-    total_tuples: int, generation_ratio: float, share: float, *, num_buckets: int = NUM_BUCKETS
-) -> tuple[int, int]:
-    """Return (rows per bucket, generation rows) that a task asks for, rounded as in the reference system."""
-    generation = int(total_tuples * generation_ratio * share)
-    return int(total_tuples * (1.0 - generation_ratio) * share // num_buckets), generation
+    counts: Mapping[str, IntArray]  # by task, those of ``COUNTED`` for its generation pool and each bucket, [4, 1 + B]
 
 
 def build_pools(
@@ -135,25 +99,23 @@ class Mixture:
         """Rows that an epoch plans for; known without the store."""
         if self.fill:
             return self.total_tuples
-        return sum(generation + sum(buckets) for generation, buckets in self._reference_counts().values())
+        return sum(generation + sum(buckets) for generation, buckets in self.reference_counts().values())
 
     def draw(self, pools: Mapping[str, TaskPools], confident: BoolArray, *, seed: int, epoch: int) -> EpochDraw:
         """Draw the rows of an epoch; equal arguments give equal rows, in equal order."""
         rng = np.random.default_rng([seed, epoch])
-        wanted = self._fill_counts(pools, rng) if self.fill else self._reference_counts()
+        wanted = self._fill_counts(pools, rng) if self.fill else self.reference_counts()
         generation: list[IntArray] = []
         calibration: list[IntArray] = []
-        counts: dict[str, TaskDraw] = {}
+        counts: dict[str, IntArray] = {}
         for name, (want_generation, want_buckets) in wanted.items():
-            pool = pools[name]
-            generation.append(self._take(pool.generation, want_generation, rng))
-            taken = [self._take(rows, want, rng) for rows, want in zip(pool.buckets, want_buckets, strict=True)]
-            calibration.extend(taken)
-            triples = zip(pool.buckets, want_buckets, taken, strict=True)
-            counts[name] = TaskDraw(
-                PoolDraw(len(pool.generation), want_generation, len(generation[-1])),
-                tuple(PoolDraw(len(rows), int(want), len(got)) for rows, want, got in triples),
-            )
+            held, want = (pools[name].generation, *pools[name].buckets), [want_generation, *want_buckets]
+            taken = [self._take(rows, number, rng) for rows, number in zip(held, want, strict=True)]
+            generation.append(taken[0])
+            calibration.extend(taken[1:])
+            sizes, got = (np.array([len(rows) for rows in each]) for each in (held, taken))
+            drawn = np.minimum(sizes, got)
+            counts[name] = np.stack([sizes, drawn, got - drawn, np.maximum(want - got, 0)])
         # Both kinds are shuffled and interleaved evenly, so that every optimiser step holds its part of each.
         kinds = [rng.permutation(np.concatenate(kind)) for kind in (calibration, generation)]
         place = np.concatenate([(np.arange(len(kind)) + 0.5) / max(len(kind), 1) for kind in kinds])
@@ -164,19 +126,20 @@ class Mixture:
         weight = np.where(calibrates, with_generation, 1.0)
         return EpochDraw(rows, calibrates.astype(np.float64), generation_weight=weight, counts=counts)
 
-    def _reference_counts(self) -> dict[str, tuple[int, Sequence[int]]]:
-        counts = {
-            name: reference_counts(self.total_tuples, self.generation_ratio, share, num_buckets=self.num_buckets)
+    def reference_counts(self) -> dict[str, tuple[int, Sequence[int]]]:
+        """Return (generation rows, rows of each bucket) of every task, rounded as in the reference system."""
+        total, ratio, buckets = self.total_tuples, self.generation_ratio, self.num_buckets
+        return {
+            name: (int(total * ratio * share), [int(total * (1.0 - ratio) * share // buckets)] * buckets)
             for name, share in self.shares.items()
         }
-        return {name: (generation, [bucket] * self.num_buckets) for name, (bucket, generation) in counts.items()}
 
     def _fill_counts(
         self, pools: Mapping[str, TaskPools], rng: np.random.Generator
     ) -> dict[str, tuple[int, Sequence[int]]]:
         weights = np.array(list(self.shares.values()))
         confident = np.array([len(pools[name].generation) for name in self.shares])
-        known = np.array([pools[name].num_calibration for name in self.shares])
+        known = np.array([sum(map(len, pools[name].buckets)) for name in self.shares])
         if not known.any():
             raise InputError(f"The tasks {list(self.shares)} have no rows with a target.")
         num_generation = round(self.total_tuples * self.generation_ratio) if confident.any() else 0

@@ -122,49 +122,22 @@ def group_by_question(draw: EpochDraw, question: IntArray, *, group_size: int, s
     )
 
 
-class PackedTokens(NamedTuple):
-    rows: int
-    prompts: int
-    tokens: int
-    separate_tokens: int
-    largest: int
-
-    @property
-    def to_a_prompt(self) -> float:
-        """Responses that share a prompt, in the mean."""
-        return self.rows / max(self.prompts, 1)
-
-    @property
-    def saved(self) -> float:
-        """Part of the tokens that are not computed, in [0, 1]."""
-        return 1.0 - self.tokens / max(self.separate_tokens, 1)
-
-
-def count_packed(
-    micro_batches: Sequence[Sequence[Dealt]], steps: Sequence[IntArray], dealer: DealByPrompt
-) -> PackedTokens:
-    packed, separate, prompts, rows, largest = 0, 0, 0, 0, 0
-    for step, micro in zip(steps, micro_batches, strict=True):
-        for dealt in micro:
-            mine = step[dealt.places[dealt.real]]
-            tokens = dealer.tokens(mine) if len(mine) else 0
-            packed, largest = packed + tokens, max(largest, tokens)
-            separate += int(dealer.lengths[mine].sum())
-            prompts, rows = prompts + len(np.unique(dealer.question[mine])), rows + len(mine)
-    return PackedTokens(rows, prompts, packed, separate, largest)
-
-
-def packed_summary(epoch: PackedTokens) -> str:
+def packed_summary(steps: Sequence[IntArray], micro_batches: Sequence[Sequence[Dealt]], dealer: DealByPrompt) -> str:
     """Return in words what sharing prompts saves in an epoch; warn where that is next to nothing."""
-    if epoch.rows and epoch.saved < WORTH_PACKING and epoch.to_a_prompt < 2.0:
+    packed = [step[places[real]] for step, dealt in zip(steps, micro_batches, strict=True) for places, real in dealt]
+    tokens = [dealer.tokens(rows) for rows in packed]
+    prompts = sum(len(np.unique(dealer.question[rows])) for rows in packed)
+    to_a_prompt = sum(map(len, packed)) / max(prompts, 1)
+    saved = 1.0 - sum(tokens) / max(sum(int(dealer.lengths[rows].sum()) for rows in packed), 1)
+    if prompts and saved < WORTH_PACKING and to_a_prompt < 2.0:
         rank_zero_warn(
-            f"Packing saves next to nothing, {100 * epoch.saved:.0f} % of the tokens, since a micro-batch holds "
-            f"{epoch.to_a_prompt:.1f} responses to a prompt. Raise `batch_size` to a `group_size` above 1, or more, "
+            f"Packing saves next to nothing, {100 * saved:.0f} % of the tokens, since a micro-batch holds "
+            f"{to_a_prompt:.1f} responses to a prompt. Raise `batch_size` to a `group_size` above 1, or more, "
             "and divide `trainer.accumulate_grad_batches` by as much (the same optimiser steps)."
         )
     return (
-        f"responses share their prompt: {epoch.to_a_prompt:.1f} to a prompt, {epoch.saved:.0%} fewer tokens than in "
-        f"sequences of their own; the largest micro-batch has {epoch.largest:,} tokens"
+        f"responses share their prompt: {to_a_prompt:.1f} to a prompt, {saved:.0%} fewer tokens than in "
+        f"sequences of their own; the largest micro-batch has {max(tokens, default=0):,} tokens"
     )
 
 

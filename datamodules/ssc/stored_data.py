@@ -296,8 +296,7 @@ class StoredDataModule(LightningDataModule, ABC):
         drawn = steps.draw(epoch)
         notes = [tuples.describe_draw(table, pools, drawn), tuples.describe_targets(table)]
         if isinstance(steps.deal, sampler.DealByPrompt):
-            rows, dealt = steps.steps(drawn)
-            notes.append(sampler.packed_summary(sampler.count_packed(dealt, rows, steps.deal)))
+            notes.append(sampler.packed_summary(*steps.steps(drawn), steps.deal))
         rank_zero_info("\n".join(notes))
         return self._loader(TupleDataset(store, table), steps, collator)
 

@@ -22,7 +22,7 @@ from selfcal_lightning.core.errors import InputError, unknown_name
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.data.store.shards import SampleIndex, StoredRow
 from selfcal_lightning.datamodules.ssc.collate import RowLayout, TupleRows
-from selfcal_lightning.datamodules.ssc.mixture import BoolArray, EpochDraw, FloatArray, IntArray, TaskPools
+from selfcal_lightning.datamodules.ssc.mixture import COUNTED, BoolArray, EpochDraw, FloatArray, IntArray, TaskPools
 from selfcal_lightning.datamodules.ssc.sampler import MicroBatch
 from selfcal_lightning.metrics.calibration import expected_calibration_error
 from selfcal_lightning.metrics.capability import agreeing_pairs, top_share
@@ -310,20 +310,15 @@ class TupleDataset(Dataset[TupleRows]):
         )
 
 
-COLUMNS = ("size", "drawn", "repeated", "missing")
-
-
 def describe_draw(table: TupleTable, pools: Mapping[str, TaskPools], draw: EpochDraw) -> str:
     header = f"{'task':<20} {'pool':<12} {'rows':>8} {'drawn':>8} {'repeated':>8} {'missing':>8}"
     lines = [f"{len(draw.rows):,} tuples in an epoch, from {len(table):,} rows with a target:", header]
     for task, counts in draw.counts.items():
-        pools_of = {"generation": [counts.generation]} if draw.generation_weight.any() else {}
-        for name, drawn in {**pools_of, "calibration": counts.buckets}.items():
-            sums = (sum(getattr(one, column) for one in drawn) for column in COLUMNS)
-            lines.append(f"{task:<20} {name:<12} " + " ".join(f"{number:>8,}" for number in sums))
-        for title, column in zip(("rows", *COLUMNS[1:]), COLUMNS, strict=True):
-            numbers = [getattr(one, column) for one in counts.buckets]
-            if column in ("size", "drawn") or any(numbers):
+        pools_of = {"generation": counts[:, :1]} if draw.generation_weight.any() else {}
+        for name, numbers in {**pools_of, "calibration": counts[:, 1:]}.items():
+            lines.append(f"{task:<20} {name:<12} " + " ".join(f"{number:>8,}" for number in numbers.sum(axis=1)))
+        for title, numbers in zip(COUNTED, counts[:, 1:], strict=True):
+            if title in ("rows", "drawn") or numbers.any():
                 lines.append(f"{'':<4}{title + ' by bucket':<20} " + " ".join(f"{number:,}" for number in numbers))
     if not any(len(pool.generation) for pool in pools.values()):
         lines.append("no target exceeds eta: the epoch has no generation samples")

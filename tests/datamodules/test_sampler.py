@@ -8,21 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from selfcal_lightning.datamodules.ssc.mixture import (
-    NUM_BUCKETS,
-    EpochDraw,
-    Mixture,
-    TaskPools,
-    allocate,
-    build_pools,
-    reference_counts,
-)
+from selfcal_lightning.datamodules.ssc.mixture import NUM_BUCKETS, EpochDraw, Mixture, TaskPools, allocate, build_pools
 from selfcal_lightning.datamodules.ssc.sampler import (
     DealByLength,
     DealByPrompt,
     MicroBatch,
     OptimizerStepSampler,
-    count_packed,
     group_by_question,
     limited_batches,
     packed_summary,
@@ -63,10 +54,9 @@ def make_sampler(draw: EpochDraw, lengths: np.ndarray, **changes: Any) -> Optimi
 
 def test_counts_are_those_of_the_reference_with_its_21_slots(vectors: Callable[[str], dict[str, Any]]) -> None:
     for case in vectors("training_mixture_counts")["cases"]:
-        counts = reference_counts(
-            case["total_train_samples"], case["causal_lm_ratio"], case["train_percentage"], num_buckets=21
-        )
-        assert counts == (case["samples_per_slot"], case["num_causal"])
+        total, ratio, share = (case[name] for name in ("total_train_samples", "causal_lm_ratio", "train_percentage"))
+        counts = Mixture(total, ratio, {"a": share}, num_buckets=21).reference_counts()
+        assert counts == {"a": (case["num_causal"], [case["samples_per_slot"]] * 21)}
 
 
 def test_pools_close_the_last_bucket_and_open_eta() -> None:
@@ -131,9 +121,9 @@ def test_small_pools_are_drawn_again_row_by_row_and_within_the_limit() -> None:
     generation = Counter(draw.rows[draw.calibration_weight == 0].tolist())
     assert set(generation.values()) == {2, 3}
     assert sum(generation.values()) == 210
-    counts = draw.counts["a"]
-    assert (counts.buckets[0].drawn, counts.buckets[0].repeated, counts.buckets[10].repeated) == (1, 3, 6)
-    assert (counts.generation.drawn, counts.generation.repeated) == (100, 110)
+    _, taken, repeated, missing = draw.counts["a"]  # of the generation pool, then of each bucket
+    assert (taken[1], repeated[1], repeated[11]) == (1, 3, 6)
+    assert (taken[0], repeated[0], missing.any()) == (100, 110, False)
 
 
 def test_when_everything_is_too_small_it_is_repeated_evenly() -> None:
@@ -151,7 +141,7 @@ def test_without_filling_the_counts_are_the_references() -> None:
     pools = pools_of(target, ["a"] * 300)
     mixture = make_mixture(total_tuples=2000, shares={"a": 0.5}, fill=False)
     draw = mixture.draw(pools, confident(target), seed=0, epoch=0)
-    per_bucket, generation = reference_counts(2000, 0.7, 0.5)
+    generation, (per_bucket, *_) = mixture.reference_counts()["a"]
     sizes = [len(rows) for rows in pools["a"].buckets]
     assert (draw.calibration_weight == 1).sum() == sum(min(size, per_bucket) for size in sizes)
     assert (draw.calibration_weight == 0).sum() == min(len(pools["a"].generation), generation)
@@ -346,10 +336,9 @@ def test_a_row_that_exceeds_the_budget_alone_gets_advice_that_helps() -> None:
 def test_the_summary_says_what_is_saved() -> None:
     deal = DealByPrompt(np.repeat([0, 1], 4), np.full(8, 30), np.full(8, 40))
     rows = np.arange(8)
-    tokens = count_packed([deal(rows, 2)], [rows], deal)
-    assert tokens == (8, 2, 140, 320, 70)
-    assert tokens.saved == 1 - 140 / 320
-    text = packed_summary(tokens)
+    dealt = deal(rows, 2)
+    assert [deal.tokens(rows[places]) for places, _ in dealt] == [70, 70]
+    text = packed_summary([rows], [dealt], deal)
     # 320 tokens apart; 2 * 30 + 8 * 10 = 140 packed.
     assert "4.0 to a prompt, 56% fewer tokens" in text
     assert text.endswith("has 70 tokens")

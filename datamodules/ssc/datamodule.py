@@ -7,6 +7,7 @@ from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from selfcal_lightning.confidence.fusion import Fusion
 from selfcal_lightning.core.errors import InputError, check_at_least
 from selfcal_lightning.datamodules.ssc import tuples
 from selfcal_lightning.datamodules.ssc.collate import SSCCollator
@@ -130,11 +131,12 @@ class SSCDataModule(StoredDataModule):
         module, target = self._module(), self.row_target
         auxiliary = getattr(module, "auxiliary", {})
         tuples.check_auxiliary(auxiliary, target=target, num_buckets=self.num_buckets, num_samples=self.num_samples)
-        first = tuples.read_recipe(target, self.teacher, self.teacher_share)
-        others = (
-            tuples.read_recipe(one.target or target, one.teacher, one.teacher_share) for one in auxiliary.values()
+        return tuple(
+            tuples.TargetRecipe(
+                one.target or target, None if one.teacher is None else Fusion.load(Path(one.teacher)), one.teacher_share
+            )
+            for one in (self, *auxiliary.values())
         )
-        return first, *others
 
     def collator(self) -> SSCCollator:
         return SSCCollator(self.chat_format(), empty=self.row_target in tuples.BEFORE_ANSWERING, **self.shape())

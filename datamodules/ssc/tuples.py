@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from pathlib import Path
 from typing import Literal, get_args
 
 import numpy as np
@@ -45,12 +44,6 @@ class TargetRecipe:
     def annotations(self) -> tuple[str, ...]:
         needed = () if self.teacher is None else self.teacher.requires
         return tuple(name for name in needed if name not in OF_THE_STORE)
-
-
-def read_recipe(target: str, teacher: str | None, teacher_share: float) -> TargetRecipe:
-    """Return the recipe of these settings; reads the file of the soft-label source."""
-    check_teacher(teacher, teacher_share, target=target)
-    return TargetRecipe(target, None if teacher is None else Fusion.load(Path(teacher)), teacher_share)
 
 
 def check_teacher(teacher: str | None, teacher_share: float, *, target: str | None) -> None:
@@ -191,16 +184,15 @@ def compute_targets(
         elif target in BEFORE_ANSWERING:
             agreement = agreeing_pairs(answers) if target == "agreeing_pairs" else top_share(answers)
             values[rows.start] = np.nan if agreement is None else agreement
-        elif target == "label":
-            values[rows] = np.where(readable | (not drop_none), labels[rows], np.nan)
-        elif target != "p_true" and not has_masses and not np.isnan(finished[rows]).all():
+        elif target in ("label", "p_true"):
+            own = labels[rows] if target == "label" else confidence
+            values[rows] = np.where(readable | (not drop_none), own, np.nan)
+        elif not has_masses and not np.isnan(finished[rows]).all():
             values[rows] = np.where(readable | (not drop_none), finished[rows], np.nan)
         elif target == "consistency":
             values[rows] = np.array(vote_share(answers, drop_none=drop_none), dtype=np.float64)  # None becomes nan
         elif target == "leave_one_out":
             values[rows] = np.array(leave_one_out(answers, drop_none=drop_none), dtype=np.float64)
-        elif target == "p_true":
-            values[rows] = np.where(readable | (not drop_none), confidence, np.nan)
         else:
             known = [None if np.isnan(value) else float(value) for value in confidence]
             pool = soft_self_consistency if target == "ssc" else leave_one_out

@@ -25,7 +25,7 @@ from selfcal_lightning.confidence.fusion import Fusion, fit_fusion
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.data.store.annotations import QuestionAnnotation
 from selfcal_lightning.data.store.sample_store import SampleStore
-from selfcal_lightning.datamodules.ssc.tuples import check_auxiliary, check_teacher, read_recipe
+from selfcal_lightning.datamodules.ssc.tuples import check_auxiliary, check_teacher
 from selfcal_lightning.metrics.capability import agreeing_pairs, top_share
 from selfcal_lightning.models.chat_format import ChatFormat
 from selfcal_lightning.models.lora import LoraSettings
@@ -85,10 +85,13 @@ def test_what_the_rows_depend_on_names_the_teacher_by_its_content(pool: Pool, st
         ("absent.json", 0.5, "absent.json"),
     ],
 )
-def test_wrong_teachers(teacher: str | None, share: float, message: str, tmp_path: Path, store_dir: str) -> None:
+def test_wrong_teachers(
+    teacher: str | None, share: float, message: str, tmp_path: Path, pool: Pool, store_dir: str
+) -> None:
     teacher_of(store_dir, tmp_path / "fused.json")
+    path = None if teacher is None else str(tmp_path / teacher)
     with pytest.raises((ValueError, OSError), match=message):
-        read_recipe("ssc", None if teacher is None else str(tmp_path / teacher), share)
+        pool.data(store_dir, target="ssc", teacher=path, teacher_share=share).recipes()
 
 
 def test_what_the_teacher_reads_must_be_in_the_store(pool: Pool, store_dir: str, tmp_path: Path) -> None:

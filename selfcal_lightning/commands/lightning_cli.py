@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import logging
 import sys
@@ -33,6 +32,24 @@ from selfcal_lightning.training.checkpoints import AtomicCheckpointIO, check_che
 from selfcal_lightning.training.export import import_class
 from selfcal_lightning.training.model_parallel import callbacks_of
 from selfcal_lightning.training.modules import TrainedModule
+
+BAR_WIDTH = 62  # columns of description, bar, counts, times and speed
+
+
+class OneLineProgressBar(RichProgressBar):
+    """The rich bar with as many of its first numbers as one line of the terminal holds; TensorBoard has all."""
+
+    def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
+        metrics, kept = super().get_metrics(trainer, pl_module), {}
+        metrics.pop("v_num", None)  # the number of the log folder
+        room = (self._console.width if self._console is not None else 80) - BAR_WIDTH
+        for name, value in metrics.items():
+            room -= len(f"{name}: {value:.3f} " if isinstance(value, float) else f"{name}: {value} ")
+            if room < 0:
+                break
+            kept[name] = value
+        return kept
+
 
 FIT, LAST = "fit", "last"
 OF_LOGGERS = ("events.*", "hparams.yaml", "metrics.csv", "config*.yaml")
@@ -223,9 +240,8 @@ class SelfCalibrationCLI(LightningCLI):
         """Write checkpoints atomically and explain errors in reading them, unless the user named a plugin for it."""
         trainer = super().instantiate_trainer(**kwargs)
         # The numbers of Lightning's own bar would take six lines of eighty columns.
-        bar = importlib.import_module("selfcal_lightning.callbacks.progress_bar").OneLineProgressBar
         callbacks = callbacks_of(trainer)
-        callbacks[:] = [bar() if type(one) is RichProgressBar else one for one in callbacks]
+        callbacks[:] = [OneLineProgressBar() if type(one) is RichProgressBar else one for one in callbacks]
         plugins = self._get(self.config_init, "trainer")["plugins"]
         named = any(isinstance(one, CheckpointIO) for one in (plugins if isinstance(plugins, list) else [plugins]))
         if not named and type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:

@@ -16,9 +16,9 @@ from support.number_pools import write_pool
 from support.options import nested
 from support.ssc_pools import Pool
 
-from selfcal_lightning.callbacks.progress_bar import OneLineProgressBar
 from selfcal_lightning.cli import run
 from selfcal_lightning.commands.generate import run_generate
+from selfcal_lightning.commands.lightning_cli import OneLineProgressBar
 from selfcal_lightning.core import progress
 from selfcal_lightning.core.progress import Progress, Stage, counted
 from selfcal_lightning.data.store.parts import PartLock

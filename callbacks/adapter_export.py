@@ -102,23 +102,19 @@ class AdapterExport(Callback):
             return Plan()
         self._settle(trainer)
         self._check(module, data)
-        self._check_monitor(data)
+        if self.monitor is not None and data is not None:
+            key = max((key for key in KEYS if self.monitor.endswith(f"/{key}")), key=len)
+            task = self.monitor.removeprefix("val/").removesuffix(key).removesuffix("/")
+            tasks = {source.task for source in data.sources.get("validation", ())}
+            logged = sorted(tasks) if len(tasks) > 1 else []  # the values of a single task have no name of their own
+            if task and tasks and task not in logged:
+                raise unknown_name("monitor", self.monitor, [f"val/{key}", *(f"val/{name}/{key}" for name in logged)])
         places = [Place(module.export_kind, str(self._folder))]
         places += [Place(f"adapter {name}", str(folder)) for name, folder in self._folders_auxiliary(module).items()]
         return Plan(places=tuple(places))
 
     def _folders_auxiliary(self, module: TrainedModule) -> dict[str, Path]:
         return {name: self._folder.with_name(f"{self._folder.name}-{name}") for name in module.auxiliary}
-
-    def _check_monitor(self, data: SampledData) -> None:
-        key = max((key for key in KEYS if (self.monitor or "").endswith(f"/{key}")), key=len, default=None)
-        if self.monitor is None or key is None or data is None:
-            return
-        task = self.monitor.removeprefix("val/").removesuffix(key).removesuffix("/")
-        tasks = {source.task for source in data.sources.get("validation", ())}
-        logged = sorted(tasks) if len(tasks) > 1 else []  # the values of a single task have no name of their own
-        if task and tasks and task not in logged:
-            raise unknown_name("monitor", self.monitor, [f"val/{key}", *(f"val/{name}/{key}" for name in logged)])
 
     def state_dict(self) -> dict[str, Any]:
         """Return the best value so far and the run's name, so that a resumed run does not replace a better export."""
@@ -200,9 +196,9 @@ class AdapterExport(Callback):
     def _export_auxiliary(self, module: TrainedModule, name: str, folder: Path) -> None:
         """Export an auxiliary adapter as if it had been trained alone."""
         own = module.auxiliary[name]
-        rows = {**self._training.get("rows", {}), "teacher": None, "teacher_share": own.teacher_share}
+        teacher = None if own.teacher is None else files_sha256([Path(own.teacher)])[0]
+        rows = {**self._training.get("rows", {}), "teacher": teacher, "teacher_share": own.teacher_share}
         rows |= {"target": own.target} if own.target is not None else {}
-        rows |= {"teacher": files_sha256([Path(own.teacher)])[0]} if own.teacher is not None else {}
         facts = self._facts(module) | {"training": {**self._training, "rows": rows}}
         write_export(module, folder, auxiliary=name, **facts)
         say(f"AdapterExport: wrote the adapter {name!r} to {folder}")

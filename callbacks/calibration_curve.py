@@ -24,7 +24,7 @@ from selfcal_lightning.evaluation.metrics import change_of
 from selfcal_lightning.metrics.calibration import reliability_bins
 from selfcal_lightning.metrics.discrimination import auroc
 from selfcal_lightning.models.causal_lm import evaluation_mode
-from selfcal_lightning.training.metrics import CalibrationMetrics, CalibrationPoints
+from selfcal_lightning.training.metrics import CalibrationMetrics
 from selfcal_lightning.training.model_parallel import build_validation_loaders
 
 Columns = tuple[np.ndarray, np.ndarray]  # confidences and outcomes
@@ -166,7 +166,12 @@ class CalibrationCurve(PoolCurve):
                     say(outcome(pool, self._before[pool], columns))
 
     def pools(self, metrics: CalibrationMetrics) -> Pools:
-        return labelled(metrics.points())
+        """Return confidences and labels by task, and of all tasks where there are several; unknown ones left out."""
+        points = metrics.points()
+        known = points.select(~np.isnan(points.correct) & ~np.isnan(points.confidence))
+        tasks = np.unique(known.task).tolist()
+        pools = {task: known.select(known.task == task) for task in tasks} | ({"all": known} if len(tasks) > 1 else {})
+        return {task: (pool.confidence, pool.correct) for task, pool in pools.items()}
 
     def figures(self, pool: str, columns: Columns, before: Columns | None) -> dict[str, Figure]:
         curves = {"confidence": columns} if before is None else {"before": before, "after": columns}
@@ -175,16 +180,6 @@ class CalibrationCurve(PoolCurve):
             "roc": roc_figure(curves, title=pool),
             "distribution": confidence_distribution(*columns, title=pool),
         }
-
-
-def labelled(points: CalibrationPoints) -> Pools:
-    """Return confidences and labels by task, and of all tasks where there are several; unknown ones left out."""
-    known = points.select(~np.isnan(points.correct) & ~np.isnan(points.confidence))
-    tasks = np.unique(known.task).tolist()
-    pools = {task: known.select(known.task == task) for task in tasks}
-    if len(tasks) > 1:
-        pools["all"] = known
-    return {task: (pool.confidence, pool.correct) for task, pool in pools.items()}
 
 
 class CapabilityCurve(PoolCurve):

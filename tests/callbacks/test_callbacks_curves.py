@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from support.parallel_runs import Record
 from support.training_runs import data_module, generation, module_of, trainer_with
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from selfcal_lightning.callbacks.calibration_curve import CalibrationCurve, CapabilityCurve, labelled
+from selfcal_lightning.callbacks.calibration_curve import CalibrationCurve, CapabilityCurve
 from selfcal_lightning.capability.probe_module import LinearProbeModule
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.datamodules.probe import ProbeDataModule
@@ -125,7 +126,7 @@ def test_unknown_labels_are_left_out_and_several_tasks_also_drawn_together() -> 
         question_index=np.arange(4),
         task=np.array(["gsm8k", "gsm8k", "svamp", "svamp"]),
     )
-    pools = labelled(points)
+    pools = CalibrationCurve().pools(SimpleNamespace(points=lambda: points))
     found = {task: pool[0].tolist() for task, pool in pools.items()}
     assert found == {"gsm8k": [0.1], "svamp": [0.4], "all": [0.1, 0.4]}
 

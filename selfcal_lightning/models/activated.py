@@ -145,18 +145,10 @@ class QueryMasks(packing.TreeMasks):
             keys = torch.cat((context_keys[:, :, prompt], context_keys[:, :, response], own_keys), dim=2)
             values = torch.cat((context_values[:, :, prompt], context_values[:, :, response], own_values), dim=2)
             asked = queries.reshape(1, num_keys, groups * tokens, queries.shape[-1])
-            mask = self.query_mask(groups, keys.shape[2], query.device, how.window)
+            mask = self.causal_mask(tokens, keys.shape[2], query.device, how.window, groups)
             answer = attend(asked, keys, values, mask, how)
             outputs.append(answer.reshape(1, heads, tokens, answer.shape[-1]))
         return torch.cat(outputs, dim=2)
-
-    def query_mask(self, groups: int, keys: int, device: torch.device, window: int | None) -> Tensor:
-        """Return who attends to whom, bool, [groups * tokens, keys]."""
-        seen, tokens = min(window or keys, keys), self._num_tokens
-        if (groups, keys, seen) not in self._masks:
-            causal = torch.ones(tokens, keys, dtype=torch.bool, device=device).tril(keys - tokens)
-            self._masks[groups, keys, seen] = causal.triu(keys - tokens - seen + 1).repeat(groups, 1)
-        return self._masks[groups, keys, seen]
 
 
 def _on_its_own(states: Tensor) -> Tensor:

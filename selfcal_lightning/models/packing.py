@@ -127,14 +127,17 @@ class TreeMasks:
 
     def branch_mask(self, queries: int, keys: int, device: torch.device, how: Scores) -> Tensor:
         """Return the mask of the last ``queries`` tokens of a sequence of ``keys``: causal, within the window."""
-        window = keys if how.window is None else min(how.window, keys)
-        if device.type != "cpu" and window == keys and how.softcap is None:
+        if device.type != "cpu" and keys <= (how.window or keys) and how.softcap is None:
             return causal_lower_right(queries, keys)  # fused kernels take it without a mask in memory
-        if (queries, keys, window) not in self._masks:
-            before = keys - queries
+        return self.causal_mask(queries, keys, device, how.window)
+
+    def causal_mask(self, queries: int, keys: int, device: torch.device, window: int | None, groups: int = 1) -> Tensor:
+        """Return who attends to whom among the last of ``keys`` tokens, bool, [groups * queries, keys]."""
+        seen, before = min(window or keys, keys), keys - queries
+        if (groups * queries, keys, seen) not in self._masks:
             mask = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(before)
-            self._masks[queries, keys, window] = mask.triu(before - window + 1)
-        return self._masks[queries, keys, window]
+            self._masks[groups * queries, keys, seen] = mask.triu(before - seen + 1).repeat(groups, 1)
+        return self._masks[groups * queries, keys, seen]
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, how: Scores) -> Tensor:
         """Attend within each prompt, and from each branch to its prompt and itself."""

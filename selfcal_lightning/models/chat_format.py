@@ -248,7 +248,9 @@ class ChatFormat:
         self._control = re.compile("|".join(map(re.escape, [*control_tokens, _MARK_CHAR])))
         self._template: str = PLAIN_TEMPLATE if self.is_plain else tokenizer.get_chat_template()
         self._folds_system = self._template_lacks_system_role()
-        self._response_anchor = self._render_response_anchor()
+        rendered = self._render([Message("user", "question")])
+        controls = [match.start() for match in self._control.finditer(rendered)]
+        self._response_anchor = rendered[controls[-1] if controls else 0 :]  # the end of the generation prompt
         suffix_ids = self._query_suffix()
         self.query = ConfidenceQuery(suffix_ids, self._single_tokens(YES_TEXTS), self._single_tokens(NO_TEXTS))
         ends = {tokenizer.eos_token_id}
@@ -326,12 +328,6 @@ class ChatFormat:
             return _SENTINEL not in self._render(probe)
         except ValueError:
             return True
-
-    def _render_response_anchor(self) -> str:
-        """Return the end of the generation prompt, from its last control token on."""
-        rendered = self._render([Message("user", "question")])
-        starts = [match.start() for match in self._control.finditer(rendered)]
-        return rendered[starts[-1] :] if starts else rendered
 
     def _query_suffix(self) -> tuple[int, ...]:
         """Return the ids that follow an assistant's content when the query comes next."""

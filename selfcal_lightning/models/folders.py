@@ -124,19 +124,21 @@ def weights_sha256(model: str, *, revision: str | None = None) -> str:
     Up to 4 GiB every byte counts. Above that, where reading would take minutes on a network disk, the hash covers name,
     size and the first and last MiB of every file, and the index of the shards.
     """
-    files = _weight_files(model, revision)
+    files = present_weight_files(model_folder(model, revision=revision, download=False))
     index = files[0].with_name(INDEX)
-    return _hash_files(files, index if files[0].name != WHOLE and index.is_file() else None, _is_small(files))
+    whole = sum(file.stat().st_size for file in files) <= _FULL_HASH_LIMIT
+    return _hash_files(files, index if files[0].name != WHOLE and index.is_file() else None, whole)
 
 
 def files_sha256(files: Sequence[Path]) -> list[str]:
     """Return a sha256 of each file, read once in a process, by the rule of :func:`weights_sha256`."""
-    whole = _is_small(files)
+    whole = sum(file.stat().st_size for file in files) <= _FULL_HASH_LIMIT
     return [_hash_files([file], None, whole) for file in files]
 
 
 def weights_bytes(model: str, *, revision: str | None = None) -> int:
-    return sum(file.stat().st_size for file in _weight_files(model, revision))
+    files = present_weight_files(model_folder(model, revision=revision, download=False))
+    return sum(file.stat().st_size for file in files)
 
 
 def tensors_sha256(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
@@ -148,14 +150,6 @@ def tensors_sha256(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
         digest.update(f"{name}/{tensor.dtype}/{tuple(tensor.shape)}".encode())
         digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
-
-
-def _weight_files(model: str, revision: str | None) -> list[Path]:
-    return present_weight_files(model_folder(model, revision=revision, download=False))
-
-
-def _is_small(files: Iterable[Path]) -> bool:
-    return sum(file.stat().st_size for file in files) <= _FULL_HASH_LIMIT
 
 
 def _hash_files(files: Iterable[Path], index: Path | None, whole: bool) -> str:

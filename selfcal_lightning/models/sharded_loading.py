@@ -128,12 +128,9 @@ def load_sharded_causal_lm(
 ) -> tuple[Any, WeightFiles]:
     """Load ``base_model`` with an adapter, sharded over ``mesh``, and its files; each process reads its own rows."""
     files = WeightFiles.of_model(base_model, revision=revision)
-    model = meta_causal_lm(
-        base_model,
-        revision=revision,
-        dtype=_torch_dtype(dtype, base_model, revision, files),
-        attn_implementation=attn_implementation,
-    )
+    kept: Any = load_config(base_model, revision=revision).dtype or files.first_float_dtype()
+    kind = kept if dtype == "auto" else getattr(torch, dtype)
+    model = meta_causal_lm(base_model, revision=revision, dtype=kind, attn_implementation=attn_implementation)
     if gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.enable_input_require_grads()
@@ -147,7 +144,13 @@ def load_sharded_causal_lm(
         fully_shard(layer, **settings)
     fully_shard(network, **settings)
     _fill_parameters(network, files, stored_names, drawn, device)
-    _fill_buffers(network, files, stored_names, device)
+    for name, module, part, buffer in list(places(network, "_buffers")):
+        if buffer.is_meta:  # it is stored
+            stored = stored_names.get((module, part), name)
+            if stored not in files:
+                raise InputError(f"Expected the base model's files to hold {stored!r}, but they do not{WAY_OUT}")
+            buffer = files.read(stored).to(buffer.dtype)
+        module._buffers[part] = buffer.to(device)
     return network, files
 
 
@@ -209,26 +212,6 @@ def _rows_here(parameter: DTensor) -> tuple[int, int]:
         found = f"{parameter.to_local().shape} of {parameter.shape} by {parameter.placements}"
         raise RunError(f"Expected FSDP2 to give this process the rows {start} to {stop}, but got {found}.")
     return start, stop
-
-
-def _fill_buffers(model: nn.Module, files: WeightFiles, stored_names: StoredNames, device: torch.device) -> None:
-    """Read the buffers that are stored, and move all of them to ``device``."""
-    for name, module, part, buffer in list(places(model, "_buffers")):
-        if buffer.is_meta:
-            stored = stored_names.get((module, part), name)
-            if stored not in files:
-                raise InputError(f"Expected the base model's files to hold {stored!r}, but they do not{WAY_OUT}")
-            buffer = files.read(stored).to(buffer.dtype)
-        module._buffers[part] = buffer.to(device)
-
-
-def _torch_dtype(dtype: Dtype, base_model: str, revision: str | None, files: WeightFiles) -> torch.dtype:
-    if dtype != "auto":
-        return getattr(torch, dtype)
-    stored = load_config(base_model, revision=revision).dtype
-    if stored is None:
-        return files.first_float_dtype()
-    return stored if isinstance(stored, torch.dtype) else getattr(torch, stored)
 
 
 # Float32 values, gradients and two moments; with 8-bit moments two bytes instead of eight.

@@ -11,6 +11,7 @@ from typing import Any
 from selfcal_lightning.adaptation.evaluation import SampledSet, SetComparison, compare_set, read_set
 from selfcal_lightning.adaptation.group_rewards import ANNOTATIONS, check_reward
 from selfcal_lightning.adaptation.selection_files import examples, read_selection
+from selfcal_lightning.core.config_files import override
 from selfcal_lightning.core.errors import InputError, check_at_least
 from selfcal_lightning.core.progress import say
 from selfcal_lightning.data.store.overview import counted_samples
@@ -23,7 +24,6 @@ from selfcal_lightning.engines.settings import EngineSettings
 from selfcal_lightning.metrics.group_rewards import GroupReward, PoolTarget
 from selfcal_lightning.models.chat_format import Prompt
 from selfcal_lightning.records import Question, SamplingSettings
-from selfcal_lightning.training.stages import CHECKPOINTS, EXPORT, GENERATION, override
 
 TRANSDUCTIVE, INDUCTIVE, OUT_OF_DOMAIN = "transductive", "inductive", "out_of_domain"
 
@@ -72,6 +72,9 @@ def load_sets(slices: Mapping[str, QuestionSlice]) -> dict[str, list[Question]]:
 MODULE = "selfcal_lightning.adaptation.module.TestTimeTrainingModule"
 DATA = "selfcal_lightning.datamodules.adaptation.RolloutDataModule"
 GUARD = "selfcal_lightning.callbacks.adaptation_guard.AdaptationGuard"
+GENERATION = "selfcal_lightning.callbacks.generation.SSCGeneration"
+EXPORT = "selfcal_lightning.callbacks.adapter_export.AdapterExport"
+CHECKPOINTS = "lightning.pytorch.callbacks.ModelCheckpoint"
 OWN_OF_MODEL = ("base_model", "revision", "reward", "target", "lr", "seed")
 OWN_OF_DATA = ("store_dir", "selection", "num_samples", "batch_size", "seed")
 LOGGER = "lightning.pytorch.loggers.TensorBoardLogger"

@@ -7,19 +7,24 @@ import shlex
 import sys
 import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from selfcal_lightning.core import processes
+from selfcal_lightning.core.config_files import override, read_config
 from selfcal_lightning.core.errors import InputError, RunError
 from selfcal_lightning.core.files import flatten, write_atomically
 from selfcal_lightning.core.progress import say
-from selfcal_lightning.models.folders import read_manifest
-from selfcal_lightning.training.stages import ADAPTER, CONFIG, check_modes, lay_out, model_of, read_stage
+from selfcal_lightning.data.store.manifest import flatten
+from selfcal_lightning.models.folders import config_path, read_manifest
 
 TUNED, MERGED, CALIBRATED = "tuned", "merged", "calibrated"
+ADAPTER, SAMPLES, CONFIG = "adapter", "samples", "config.yaml"
+EVERY_STEPS = 100  # between two checkpoints, where the user's file names none
 Settings = Mapping[str, Any]
 
 
@@ -67,7 +72,8 @@ def run_tune_and_calibrate(
         check_begun(folder / name / CONFIG, settings)
     if check or read_manifest(tuned_adapter) is None:
         # The tuned model does not exist yet: the one that it is made from has its layers and its tokenizer.
-        check_fit({TUNED: first, CALIBRATED: lay_out(second, folder / CALIBRATED, base_model=model_of(first))})
+        untuned = str(first["model"]["init_args"]["base_model"])
+        check_fit({TUNED: first, CALIBRATED: lay_out(second, folder / CALIBRATED, base_model=untuned)})
     if check:
         return str(model)
     for name, settings in stages.items():
@@ -86,6 +92,76 @@ def run_tune_and_calibrate(
         f'  {shlex.join(["selfcal", "answer", "--model", str(model), "--adapter", str(adapter)])} --question "..."\n'
     )
     return str(model)
+
+
+def read_stage(name: str, options: Mapping[str, Any], *, stage: str) -> dict[str, Any]:
+    path = Path(name)
+    if not path.exists():
+        with suppress(InputError):  # no file that is shipped: the reader names it
+            path = Path(config_path(name))
+    settings = read_config(path)
+    for section in ("model", "data"):
+        if not isinstance(settings.get(section), dict) or "init_args" not in settings[section]:
+            raise InputError(
+                f"`{stage}` must be a file for `selfcal fit`, but {name} has no `init_args` in its {section}. "
+                f"{config_path('demo.yaml')} is an example."
+            )
+    return override(settings, options)
+
+
+def check_modes(tune: Mapping[str, Any], calibrate: Mapping[str, Any]) -> None:
+    """Raise InputError unless the first stage tunes the generator and the second one does not."""
+    if _is_activated(tune):
+        raise InputError(
+            "`tune` must train the generator (`lora.activated: false`, or `lora: null`), but got an activated adapter. "
+            "Use a file such as demo-joint.yaml; `data.generation_ratio: 1.0` trains on the generation loss alone."
+        )
+    if not _is_activated(calibrate):
+        raise InputError(
+            "`calibrate` must train an activated adapter (`lora.activated: true`), but got joint training, which would "
+            "tune the generator again. Use a file such as demo.yaml, or run `selfcal fit` twice."
+        )
+
+
+def _is_activated(settings: Mapping[str, Any]) -> bool:
+    lora = settings["model"]["init_args"].get("lora", {})
+    return lora is not None and bool(lora.get("activated", True))
+
+
+def lay_out(settings: Mapping[str, Any], folder: Path, *, base_model: str | None) -> dict[str, Any]:
+    """Return the settings with all outputs of the stage in ``folder``, and what resuming needs."""
+    laid = deepcopy(dict(settings))
+    trainer = laid.setdefault("trainer", {})
+    trainer["default_root_dir"] = str(folder)
+    loggers = trainer.get("logger")
+    for logger in loggers if isinstance(loggers, list) else [loggers]:
+        if isinstance(logger, dict):
+            logger.setdefault("init_args", {})["save_dir"] = str(folder)
+    _settle(trainer, "selfcal_lightning.callbacks.generation.SSCGeneration", {})
+    _settle(trainer, "selfcal_lightning.callbacks.adapter_export.AdapterExport", {"output_dir": str(folder / ADAPTER)})
+    own = {"dirpath": str(folder / "checkpoints"), "save_last": True}  # `ckpt_path: last` finds no other
+    checkpoints = "lightning.pytorch.callbacks.ModelCheckpoint"
+    _settle(trainer, checkpoints, own, otherwise={"every_n_train_steps": EVERY_STEPS})
+    laid["data"]["init_args"]["store_dir"] = str(folder / SAMPLES)
+    if base_model is not None:
+        laid["model"]["init_args"] |= {"base_model": base_model, "revision": None}
+    return laid
+
+
+def _settle(
+    trainer: dict[str, Any], class_path: str, own: Mapping[str, Any], *, otherwise: Mapping[str, Any] | None = None
+) -> None:
+    """Update the settings of every callback of a class, or add one with ``otherwise`` too."""
+    callbacks = trainer.get("callbacks") or []
+    callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
+    # A callback without settings may be given by its name alone.
+    trainer["callbacks"] = callbacks = [{"class_path": one} if isinstance(one, str) else one for one in callbacks]
+    mine = [one for one in callbacks if one["class_path"].rpartition(".")[2] == class_path.rpartition(".")[2]]
+    if not mine:
+        callbacks.append(one := {"class_path": class_path, "init_args": dict(otherwise or {})})
+        mine = [one]
+    for one in mine:
+        one.setdefault("init_args", {}).update(own)
 
 
 def check_begun(path: Path, settings: Settings) -> None:

@@ -125,6 +125,32 @@ def given_settings(arguments: Sequence[str]) -> dict[str, Any]:
     return settings
 
 
+def override(settings: dict[str, Any], options: Mapping[str, Any], *within: str) -> dict[str, Any]:
+    """Set options, nested or named with dots, in ``settings`` itself."""
+    for name, value in options.items():
+        names = [*within, *name.split(".")]
+        if isinstance(value, Mapping) and value:
+            override(settings, value, *names)
+        else:
+            _put(settings, names, value)
+    return settings
+
+
+def _put(settings: dict[str, Any], names: list[str], value: Any) -> None:
+    """Set one value in nested settings, inside ``init_args`` where a class is named."""
+    name, *rest = names
+    if "class_path" in settings and name not in ("class_path", "init_args"):
+        settings = settings.setdefault("init_args", {})
+    if not rest:
+        settings[name] = value
+        return
+    if isinstance(settings.get(name), list):
+        raise InputError(f"`{name}` is a list, which is replaced as a whole: give all of it, not `{name}.{rest[0]}`.")
+    if not isinstance(settings.get(name), dict):
+        settings[name] = {}
+    _put(settings[name], rest, value)
+
+
 def _yaml_text(text: str) -> dict[str, Any]:
     try:
         content = yaml.safe_load(text)

@@ -19,14 +19,13 @@ from support.processes import wait_until
 from support.ssc_pools import Pool
 
 from selfcal_lightning.commands.answer import run_answer
-from selfcal_lightning.commands.two_stages import run_tune_and_calibrate
+from selfcal_lightning.commands.two_stages import lay_out, read_stage, run_tune_and_calibrate
 from selfcal_lightning.core import processes
-from selfcal_lightning.core.config_files import read_config
+from selfcal_lightning.core.config_files import override, read_config
 from selfcal_lightning.core.errors import RunError
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.models.folders import MANIFEST, config_path, read_invocation_ids, read_manifest, resolve_model
 from selfcal_lightning.records import SamplingSettings
-from selfcal_lightning.training.stages import lay_out, override, read_stage
 
 SOURCE = {"task": "word_problems", "split": "train", "limit": 6}
 SMALL: dict[str, Any] = {"num_samples": 4, "batch_size": 4, "train": [SOURCE], "validation": []}

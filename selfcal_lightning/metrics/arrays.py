@@ -122,23 +122,11 @@ def concordant_pairs(
     confidence: Floats, correct: NDArray[np.bool_], codes: Integers, num_questions: int
 ) -> tuple[Floats, Floats]:
     """Return, per question, the pairs that rank right above wrong (a tie counts one half), and all such pairs."""
-    if not len(confidence):
-        return np.zeros(num_questions), np.zeros(num_questions)
-    order = np.argsort(confidence, kind="stable")
-    if num_questions > 1:
-        order = order[np.argsort(codes[order], kind="stable")]
-    scores, right, question = confidence[order], correct[order].astype(np.float64), codes[order]
-    is_start = np.ones(len(scores), dtype=bool)
-    is_start[1:] = (scores[1:] != scores[:-1]) | (question[1:] != question[:-1])
-    starts = np.flatnonzero(is_start)
-    positives = np.add.reduceat(right, starts)
-    negatives = np.diff(np.append(starts, len(scores))) - positives
-    question = question[starts]
-    question_positives = np.bincount(question, weights=positives, minlength=num_questions)
-    question_negatives = np.bincount(question, weights=negatives, minlength=num_questions)
-    before_question = np.cumsum(question_negatives) - question_negatives
-    below = np.cumsum(negatives) - negatives - before_question[question]
-    concordant = np.bincount(question, weights=positives * (below + 0.5 * negatives), minlength=num_questions)
-    return np.asarray(concordant, dtype=np.float64), np.asarray(
-        question_positives * question_negatives, dtype=np.float64
-    )
+    from scipy.stats import rankdata
+
+    scores, level = np.unique(confidence, return_inverse=True)
+    sizes = np.bincount(codes, minlength=num_questions)
+    rank = rankdata(codes * len(scores) + level) - (np.cumsum(sizes) - sizes)[codes]  # within the question, from 1
+    right = np.bincount(codes[correct], minlength=num_questions)
+    ranks = np.bincount(codes[correct], weights=rank[correct], minlength=num_questions)
+    return ranks - right * (right + 1) / 2.0, (right * (sizes - right)).astype(np.float64)  # by Mann and Whitney

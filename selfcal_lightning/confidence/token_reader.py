@@ -63,9 +63,9 @@ def packed_rows(batch: Sequence[Key]) -> TokenRows:
     for prompt, keys in groupby(batch, key=lambda key: key[0]):
         responses = [response for _, response in keys]
         tree = PrefixTree(len(ids), len(prompt), tuple(map(len, responses)))
-        for start, response in zip(tree.branch_starts(), responses, strict=True):
+        for own in tree.spans:
             # The first token is drawn after the prompt's last one, wherever the response stands.
-            positions += [tree.start + tree.prompt - 1, *range(start, start + len(response) - 1)]
+            positions += [tree.start + tree.prompt - 1, *range(own.start, own.stop - 1)]
         ids += [*prompt, *(token for response in responses for token in response)]
         trees.append(tree)
     row = torch.tensor([ids])

@@ -135,11 +135,7 @@ class QueryMasks(packing.TreeMasks):
         # Heads that share keys stand as further tokens of one head, so that nothing of the context is copied for them.
         groups = heads // num_keys
         attend, outputs = packing.attention_kernel(query, how), []
-        spans = [
-            (slice(tree.start, tree.start + tree.prompt), slice(start, start + length))
-            for tree in self.trees
-            for start, length in zip(tree.branch_starts(), tree.branches, strict=True)
-        ]
+        spans = [(slice(tree.start, tree.start + tree.prompt), own) for tree in self.trees for own in tree.spans]
         pieces = zip(spans, *(states.split(tokens, dim=2) for states in (query, key, value)), strict=True)
         for (prompt, response), queries, own_keys, own_values in pieces:
             keys = torch.cat((context_keys[:, :, prompt], context_keys[:, :, response], own_keys), dim=2)
@@ -237,9 +233,8 @@ def check_two_passes(model: PeftModel, *, packed: bool) -> None:
     # The first response is long: where positions ran on behind it instead of restarting, the others would be far off.
     tree, tail = PrefixTree(0, 6, (64 + 4, 3 + 4, 5 + 4)), 4
     ids = packing.spread_ids(tree.stop, config.vocab_size, device=device)
-    spans = [(start, start + length) for start, length in zip(tree.branch_starts(), tree.branches, strict=True)]
     query = packing.spread_ids(tail, config.vocab_size, device=torch.device("cpu"))
-    rows = [torch.cat((ids[: tree.prompt], ids[start : stop - tail], query.to(device))) for start, stop in spans]
+    rows = [torch.cat((ids[: tree.prompt], ids[own][:-tail], query.to(device))) for own in tree.spans]
     with adapter_asleep(model), evaluation_mode(model):
         with packing.failing_as_packing(f"{name} to read a query over cached keys", way_out=f": {_WAY_OUT}"):
             if packed:

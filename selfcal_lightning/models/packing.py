@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -45,8 +45,10 @@ class PrefixTree(NamedTuple):
         """Tokens that the branches would take as separate sequences."""
         return len(self.branches) * self.prompt + sum(self.branches)
 
-    def branch_starts(self) -> list[int]:
-        return list(accumulate(self.branches[:-1], initial=self.start + self.prompt))
+    @property
+    def spans(self) -> list[slice]:
+        """Places of the branches."""
+        return [slice(*edges) for edges in pairwise(accumulate(self.branches, initial=self.start + self.prompt))]
 
 
 def check_trees(trees: Sequence[PrefixTree], width: int) -> None:
@@ -70,8 +72,7 @@ def cut_branches(trees: Sequence[PrefixTree], tail: int) -> tuple[list[PrefixTre
         start = shorter[-1].stop if shorter else 0
         shorter.append(PrefixTree(start, tree.prompt, tuple(length - tail for length in tree.branches)))
         kept.append(torch.arange(tree.start, tree.start + tree.prompt))
-        for own, length in zip(tree.branch_starts(), tree.branches, strict=True):
-            kept.append(torch.arange(own, own + length - tail))
+        kept += [torch.arange(own.start, own.stop - tail) for own in tree.spans]
     return shorter, torch.cat(kept)
 
 
@@ -80,8 +81,8 @@ def tree_position_ids(trees: Sequence[PrefixTree], width: int) -> Tensor:
     positions = torch.zeros(width, dtype=torch.int64)
     for tree in trees:
         positions[tree.start : tree.start + tree.prompt] = torch.arange(tree.prompt)
-        for start, length in zip(tree.branch_starts(), tree.branches, strict=True):
-            positions[start : start + length] = torch.arange(tree.prompt, tree.prompt + length)
+        for own, length in zip(tree.spans, tree.branches, strict=True):
+            positions[own] = torch.arange(tree.prompt, tree.prompt + length)
     return positions
 
 
@@ -91,8 +92,8 @@ def tree_segments(trees: Sequence[PrefixTree], width: int) -> tuple[Tensor, Tens
     branch_ids = torch.zeros(width, dtype=torch.int64)
     for number, tree in enumerate(trees):
         tree_ids[tree.start : tree.stop] = number
-        for branch, (start, length) in enumerate(zip(tree.branch_starts(), tree.branches, strict=True), start=1):
-            branch_ids[start : start + length] = branch
+        for branch, own in enumerate(tree.spans, start=1):
+            branch_ids[own] = branch
     return tree_ids, branch_ids
 
 
@@ -414,8 +415,7 @@ def check_packed_equals_separate(model: PreTrainedModel) -> None:
             arguments = packed_inputs([tree], ids[None], config._attn_implementation)
             packed = model(**arguments, use_cache=False)[0][0]
         tolerance = logit_tolerance(model, packed, ids)
-        for start, length in zip(tree.branch_starts(), tree.branches, strict=True):
-            own = slice(start, start + length)
+        for own in tree.spans:
             alone = model(input_ids=torch.cat((ids[: tree.prompt], ids[own]))[None], use_cache=False)[0][0]
             error = (alone[tree.prompt :] - packed[own]).float().abs().mean() / alone.float().std()
             if not error <= tolerance:

@@ -60,10 +60,10 @@ def separate_logits(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
     logits = torch.full((36, model.config.vocab_size), torch.nan)
     for tree in TREES:
         prompt = ids[tree.start : tree.start + tree.prompt]
-        for start, length in zip(tree.branch_starts(), tree.branches, strict=True):
-            alone = model(torch.cat((prompt, ids[start : start + length]))[None]).logits[0]
+        for own in tree.spans:
+            alone = model(torch.cat((prompt, ids[own]))[None]).logits[0]
             logits[tree.start : tree.start + tree.prompt] = alone[: tree.prompt]
-            logits[start : start + length] = alone[tree.prompt :]
+            logits[own] = alone[tree.prompt :]
     return logits
 
 

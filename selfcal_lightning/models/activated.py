@@ -166,10 +166,9 @@ class PackedContexts:
     def query_inputs(self, query_ids: Tensor) -> dict[str, Any]:
         """Return the arguments of a forward pass over one row of B queries of S tokens."""
         rows, tokens = len(self.lengths), len(query_ids)
-        following = self.lengths[:, None] + torch.arange(tokens, device=query_ids.device)
         return {
             "input_ids": query_ids.repeat(rows)[None],
-            "position_ids": following.flatten()[None],
+            "position_ids": (self.lengths[:, None] + torch.arange(tokens, device=query_ids.device)).flatten()[None],
             "attention_mask": torch.empty(1, 1, 0, 0, dtype=torch.bool, device=query_ids.device),
             "prefix_trees": QueryMasks(self.trees, self.states, tokens),
             "use_cache": False,

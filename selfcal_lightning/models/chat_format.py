@@ -258,9 +258,8 @@ class ChatFormat:
             ends.add(suffix_ids[0])
         ends |= self._next_question_ids() if self.is_plain else set()
         self.end_of_turn_ids: frozenset[int] = frozenset(ends - {None})
-        self.pad_id: int = next(
-            (i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), suffix_ids[0]
-        )
+        pads = (tokenizer.pad_token_id, tokenizer.eos_token_id, suffix_ids[0])
+        self.pad_id: int = next(i for i in pads if i is not None)
 
     def prompt_ids(
         self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] | None = None

@@ -359,11 +359,10 @@ def base_model_identity(base_model: str, *, revision: str | None = None) -> dict
 
     place = resolve_model(base_model)
     file = cast(str, cached_file(place, "config.json", revision=revision))
-    config = read_json_object(file, what="the configuration of the base model")
     return {
         "model": base_model,
         "revision": revision,
-        "config_sha256": config_sha256(config),
+        "config_sha256": config_sha256(read_json_object(file, what="the configuration of the base model")),
         "weights_sha256": weights_sha256(place, revision=revision),
     }
 

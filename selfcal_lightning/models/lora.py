@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.core.errors import InputError, check_at_least
 from selfcal_lightning.core.imports import keep_bitsandbytes_quiet
 from selfcal_lightning.models.folders import ADAPTER_CONFIG, ADAPTER_WEIGHTS, INVOCATION, check_adapter
 from selfcal_lightning.models.quantization import quantized_layers
@@ -50,9 +50,7 @@ class LoraSettings:
     activated: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("r", "alpha"):
-            if getattr(self, name) <= 0:
-                raise InputError(f"Expected `{name}` to be positive, but got {getattr(self, name)}.")
+        check_at_least(1, r=self.r, alpha=self.alpha)
         if not 0.0 <= self.dropout < 1.0:
             raise InputError(f"Expected `dropout` to lie in [0, 1), but got {self.dropout}.")
         if isinstance(self.target_modules, str) or not self.target_modules:

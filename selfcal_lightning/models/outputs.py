@@ -34,8 +34,7 @@ def float32_logits(
         if token_ids is not None:
             chosen = None if bias is None else bias[token_ids].to(hidden.dtype)
             return F.linear(hidden, weight[token_ids].to(hidden.dtype), chosen)
-        tiles = _tiles(weight)
-        logits = torch.cat([hidden @ weight[tile].to(hidden.dtype).T for tile in tiles], dim=-1)
+        logits = torch.cat([hidden @ weight[tile].to(hidden.dtype).T for tile in _tiles(weight)], dim=-1)
         return logits if bias is None else logits + bias.to(hidden.dtype)
 
 

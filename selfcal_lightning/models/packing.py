@@ -25,11 +25,7 @@ if TYPE_CHECKING:
 
 
 class PrefixTree(NamedTuple):
-    """A prompt and its branches; lengths in tokens.
-
-    In a packed row the order is prompt, branch 0, branch 1, ... A branch is a response with its confidence query; it
-    continues the prompt as if there were no other branch.
-    """
+    """A prompt and, behind it in a packed row, its branches: responses with their confidence queries, in tokens."""
 
     start: int
     prompt: int
@@ -204,8 +200,7 @@ def segment_attention(
         raise PackingError(f"Expected plain causal attention in packed rows, but {name} asks for {asked}{WAY_OUT}")
     # Under autocast, rotated queries and keys may be float32 but values in half precision. Fused kernels refuse it.
     query, key = query.to(value.dtype), key.to(value.dtype)
-    output = prefix_trees.attend(query, key, value, how)
-    return output.transpose(1, 2).contiguous(), None
+    return prefix_trees.attend(query, key, value, how).transpose(1, 2).contiguous(), None
 
 
 def _capped_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, how: Scores) -> Tensor:
@@ -295,10 +290,8 @@ def tree_block_mask(trees: Sequence[PrefixTree], width: int, device: torch.devic
         ]
     )
     full = counts == FLEX_BLOCK**2
-    partial = (counts > 0) & ~full
-    return BlockMask.from_kv_blocks(
-        *_listed(partial), *_listed(full), FLEX_BLOCK, may_attend, seq_lengths=(width, width)
-    )
+    part = (counts > 0) & ~full
+    return BlockMask.from_kv_blocks(*_listed(part), *_listed(full), FLEX_BLOCK, may_attend, seq_lengths=(width, width))
 
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
@@ -412,8 +405,7 @@ def check_packed_equals_separate(model: PreTrainedModel) -> None:
     model.eval()
     try:
         with failing_as_packing(f"{type(model).__name__} to run a packed row", way_out=WAY_OUT):
-            arguments = packed_inputs([tree], ids[None], config._attn_implementation)
-            packed = model(**arguments, use_cache=False)[0][0]
+            packed = model(**packed_inputs([tree], ids[None], config._attn_implementation), use_cache=False)[0][0]
         tolerance = logit_tolerance(model, packed, ids)
         for own in tree.spans:
             alone = model(input_ids=torch.cat((ids[: tree.prompt], ids[own]))[None], use_cache=False)[0][0]

@@ -42,8 +42,7 @@ def load_nf4_causal_lm(
     import_bitsandbytes()
     from transformers import BitsAndBytesConfig
 
-    stored = load_config(base_model, revision=revision)
-    if getattr(stored, "quantization_config", None) is not None:
+    if getattr(load_config(base_model, revision=revision), "quantization_config", None) is not None:
         raise InputError(f"Expected an unquantised `base_model`, but got {base_model!r}, which is quantised already.")
     dtype = "bfloat16" if dtype == "auto" else dtype
     model = load_causal_lm(
@@ -70,8 +69,7 @@ def build_optimizer(
     """Return AdamW, with its two moments in 32 or 8 bits, on the device or in pages that can leave it."""
     if name == "adamw":
         return torch.optim.AdamW(parameters, lr=lr, weight_decay=weight_decay)
-    made = getattr(import_bitsandbytes().optim, CLASSES[name])
-    return made(list(parameters), lr=lr, weight_decay=weight_decay)
+    return getattr(import_bitsandbytes().optim, CLASSES[name])(list(parameters), lr=lr, weight_decay=weight_decay)
 
 
 def quantized_layers(model: nn.Module) -> list[nn.Module]:

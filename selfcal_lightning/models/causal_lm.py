@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.backends import cuda
 
-from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.core.errors import InputError, UserError
 from selfcal_lightning.models import folders
 from selfcal_lightning.models.packing import PrefixTree, packed_inputs, prefer_segments, register_segment_attention
 from selfcal_lightning.records import ConfidenceQuery, Dtype
@@ -48,12 +48,26 @@ class WeightFiles:
             f"Expected `base_model` to be a folder with {folders.WHOLE} or {folders.INDEX}, but got {base_model!r}."
         )
 
+    @classmethod
+    def on_this_disk(cls, model: str, *, revision: str | None = None) -> WeightFiles | None:
+        """Return the files of a model in a folder or the hub's cache; None if it is in neither."""
+        try:
+            folder = folders.model_folder(model, revision=revision, download=False)
+            there = any((folder / name).is_file() for name in (folders.WHOLE, folders.INDEX))
+            return cls.of_model(str(folder)) if there else None
+        except (OSError, UserError):
+            return None
+
     def __contains__(self, name: str) -> bool:
         return name in self._files
 
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(self._files)
+
+    @property
+    def num_weights(self) -> int:
+        return sum(math.prod(self.shape(name)) for name in self._files)
 
     @property
     def total_bytes(self) -> int:

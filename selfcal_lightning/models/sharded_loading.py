@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from selfcal_lightning.core.errors import InputError, RunError, UserError
+from selfcal_lightning.core.errors import InputError, RunError
 from selfcal_lightning.models.causal_lm import WeightFiles
-from selfcal_lightning.models.folders import INDEX, WHOLE, load_config, model_folder, resolve_model
+from selfcal_lightning.models.folders import load_config, model_folder, resolve_model
 from selfcal_lightning.models.lora import LoraSettings, attach_lora, check_adaptable
 from selfcal_lightning.models.packing import build_on_meta, prefer_segments, register_segment_attention
 from selfcal_lightning.records import Dtype
@@ -48,17 +48,6 @@ def meta_causal_lm(
             resolve_model(base_model), revision=cast(str, revision)
         )
     return model
-
-
-def attach_lora_on_meta(
-    model: PreTrainedModel, settings: LoraSettings, *, seed: int
-) -> tuple[nn.Module, dict[str, Tensor]]:
-    """Attach an adapter to a model on ``meta``; return it and the values that ``attach_lora`` would draw, by name."""
-    _exchange(model, lambda p: torch.zeros((), dtype=p.dtype).expand(p.shape))
-    adapted = attach_lora(model, settings, seed=seed)
-    drawn = {name: p.detach().clone() for name, p in adapted.named_parameters() if p.requires_grad}
-    _exchange(adapted, lambda p: torch.empty(p.shape, dtype=p.dtype, device="meta"))
-    return adapted, drawn
 
 
 def check_architecture(
@@ -137,8 +126,11 @@ def load_sharded_causal_lm(
     layers = decoder_layers(model)
     stored_names = {(module, part): name for name, module, part, _ in places(model)}
     network, drawn = cast(nn.Module, model), dict[str, Tensor]()
-    if lora is not None:
-        network, drawn = attach_lora_on_meta(model, lora, seed=seed)
+    if lora is not None:  # off ``meta`` for a moment, where the adapter is drawn as without sharding
+        _exchange(model, lambda p: torch.zeros((), dtype=p.dtype).expand(p.shape))
+        network = attach_lora(model, lora, seed=seed)
+        drawn = {name: p.detach().clone() for name, p in network.named_parameters() if p.requires_grad}
+        _exchange(network, lambda p: torch.empty(p.shape, dtype=p.dtype, device="meta"))
     settings: dict[str, Any] = {"mesh": mesh, "mp_policy": policy or MixedPrecisionPolicy()}
     for layer in layers:
         fully_shard(layer, **settings)
@@ -212,39 +204,3 @@ def _rows_here(parameter: DTensor) -> tuple[int, int]:
         found = f"{parameter.to_local().shape} of {parameter.shape} by {parameter.placements}"
         raise RunError(f"Expected FSDP2 to give this process the rows {start} to {stop}, but got {found}.")
     return start, stop
-
-
-# Float32 values, gradients and two moments; with 8-bit moments two bytes instead of eight.
-BYTES_PER_TRAINED = {"adamw": 16, "paged_adamw": 16, "adamw_8bit": 10, "paged_adamw_8bit": 10}
-NF4_BYTES = 0.53  # four bits, and a share of the scales
-NOT_QUANTISED = ("embed", "lm_head", "norm")
-
-
-def files_on_this_disk(model: str, *, revision: str | None = None) -> WeightFiles | None:
-    """Return the weight headers of a model in a folder or the hub's cache; None if it is in neither."""
-    try:
-        folder = model_folder(model, revision=revision, download=False)
-        return WeightFiles.of_model(str(folder)) if any((folder / n).is_file() for n in (WHOLE, INDEX)) else None
-    except (OSError, UserError):
-        return None
-
-
-def frozen_bytes(files: WeightFiles, *, dtype: Dtype, nf4: bool) -> int:
-    held = files.total_bytes if dtype == "auto" else files.bytes_in(getattr(torch, dtype))
-    if not nf4:
-        return held
-    kept = [name for name in files.names if len(files.shape(name)) != 2 or any(part in name for part in NOT_QUANTISED)]
-    linear = {name: math.prod(files.shape(name)) for name in set(files.names).difference(kept)}
-    stored = sum(numbers * files.dtype(name).itemsize for name, numbers in linear.items())
-    return files.total_bytes - stored + round(sum(linear.values()) * NF4_BYTES)
-
-
-def adapter_numbers(files: WeightFiles, *, r: int, target_modules: Sequence[str]) -> int:
-    """Return the number of parameters of a LoRA adapter of rank ``r``: r (in + out) per target layer."""
-    targets = tuple(f".{name}.weight" for name in target_modules)
-    shapes = [files.shape(name) for name in files.names if f".{name}".endswith(targets)]
-    return sum(r * sum(shape) for shape in shapes if len(shape) == 2)
-
-
-def all_numbers(files: WeightFiles) -> int:
-    return sum(math.prod(files.shape(name)) for name in files.names)

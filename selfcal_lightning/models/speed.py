@@ -8,7 +8,7 @@ from functools import cache
 import torch
 
 from selfcal_lightning.core.plan import Speed
-from selfcal_lightning.models.sharded_loading import all_numbers, files_on_this_disk
+from selfcal_lightning.models.causal_lm import WeightFiles
 
 # Of the rate of a large matrix product. Measured on two CPU cores: sampling .07 (1.7M parameters) and .14 (135M),
 # training .11 on two threads and .37 on one (1.7M). On a GPU neither was measured.
@@ -19,16 +19,12 @@ TIMED_SECONDS = 0.2
 def guess_speed(
     model: str, *, revision: str | None = None, device: str | None = None, passes: float = 3.0
 ) -> Speed | None:
-    """Return the seconds that a token takes; None where the model is not on this disk.
-
-    ``device`` is "cpu" or "cuda", by default a GPU where there is one. ``passes`` is what a trained token costs, in
-    forward passes: 3 with a backward pass, 4 with recomputation.
-    """
-    files = files_on_this_disk(model, revision=revision)
+    """Return the seconds that a token takes, a trained one ``passes`` forward passes; None if not on this disk."""
+    files = WeightFiles.on_this_disk(model, revision=revision)
     if files is None:
         return None
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    seconds = 2 * all_numbers(files) / multiply_rate(device)
+    seconds = 2 * files.num_weights / multiply_rate(device)
     return Speed(seconds / SHARE_SAMPLING, passes * seconds / SHARE_TRAINING, "CPU" if device == "cpu" else "GPU")
 
 

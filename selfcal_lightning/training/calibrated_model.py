@@ -34,7 +34,7 @@ from selfcal_lightning.models.sharded_loading import check_architecture
 from selfcal_lightning.models.speed import guess_speed
 from selfcal_lightning.training.batches import ScoredRows, SSCBatch
 from selfcal_lightning.training.checkpoints import check_base_model, check_trained
-from selfcal_lightning.training.memory_plan import RowSizes, name_model, plan_memory
+from selfcal_lightning.training.memory_plan import RowSizes, plan_memory
 from selfcal_lightning.training.metrics import CalibrationMetrics
 from selfcal_lightning.training.model_parallel import AdapterModelParallelStrategy, join_forward, shard_like, trainer_of
 from selfcal_lightning.training.modules import ExportKind, ScoringModule, with_cosine
@@ -123,12 +123,15 @@ class CalibratedModel(ScoringModule, ABC):
             adapters=1 + len(self.auxiliary),
             shards=strategy.shards if isinstance(strategy, AdapterModelParallelStrategy) else 1,
             rows=self._row_sizes(data),
+        lora, model = self.lora, self.base_model
+        what = "all weights" if lora is None else f"LoRA of rank {lora.r} on {', '.join(lora.target_modules)}"
+        others = f", with auxiliary {', '.join(self.auxiliary)}" if self.auxiliary else ""
         )
         # The base model reads a row once; the query of an activated adapter is a small part of it.
         passes = 1.5 if self.activated else 4.0 if self.memory.gradient_checkpointing else 3.0
         speed = guess_speed(self.base_model, revision=self.revision, device=device.type, passes=passes)
         return Plan(
-            model=(name_model(self.base_model, self.lora, tuple(self.auxiliary)),),
+            model=(f"{model}, {what}{others}",),
             memory=(memory,),
             speed=() if speed is None else (speed.over(trainer.world_size),),
         )

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 
 from selfcal_lightning.core.plan import Memory
-from selfcal_lightning.models import sharded_loading
+from selfcal_lightning.models.causal_lm import WeightFiles
 from selfcal_lightning.models.folders import load_config
-from selfcal_lightning.models.lora import LoraSettings
 from selfcal_lightning.training.settings import AdapterSettings, MemorySettings
 
 MEMORY_FILE = Path("/proc/meminfo")
-KIB = 1024
-
-
-def name_model(base_model: str, lora: LoraSettings | None, auxiliary: Sequence[str]) -> str:
-    what = "all weights" if lora is None else f"LoRA of rank {lora.r} on {', '.join(lora.target_modules)}"
-    return f"{base_model}, {what}" + (f", with auxiliary {', '.join(auxiliary)}" if auxiliary else "")
+# Float32 values, gradients and two moments; with 8-bit moments two bytes instead of eight.
+BYTES_PER_TRAINED = {"adamw": 16, "paged_adamw": 16, "adamw_8bit": 10, "paged_adamw_8bit": 10}
+NF4_BYTES = 0.53  # four bits, and a share of the scales
+NOT_QUANTISED = ("embed", "lm_head", "norm")
 
 
 def plan_memory(
@@ -36,23 +32,30 @@ def plan_memory(
 ) -> Memory:
     """Return the least memory that the model and its training take in each of ``shards`` FSDP2 processes."""
     available, name = available_bytes(device), "CPU" if device.type == "cpu" else "GPU"
-    dtype, lora, nf4 = adapter.dtype_on(device), adapter.lora, memory.quantization is not None
-    files = sharded_loading.files_on_this_disk(adapter.base_model, revision=adapter.revision)
+    dtype, lora = adapter.dtype_on(device), adapter.lora
+    files = WeightFiles.on_this_disk(adapter.base_model, revision=adapter.revision)
     if files is None:
         return Memory(None, None, available, name, processes=shards)
-    each = sharded_loading.BYTES_PER_TRAINED[memory.optimizer] if trains else 4
+    each = BYTES_PER_TRAINED[memory.optimizer] if trains else 4
     if lora is None:
-        trained = (each - 4) * sharded_loading.all_numbers(files)
+        trained = (each - 4) * files.num_weights
     else:
-        numbers = sharded_loading.adapter_numbers(files, r=lora.r, target_modules=lora.target_modules)
+        targets = tuple(f".{name}.weight" for name in lora.target_modules)
+        shapes = [files.shape(name) for name in files.names if f".{name}".endswith(targets)]
+        numbers = sum(lora.r * sum(shape) for shape in shapes if len(shape) == 2)  # r (in + out) for each layer
         trained = adapters * each * numbers
     kept = activation_bytes(adapter, rows, memory, dtype=dtype) if trains and rows is not None else None
-    weights = sharded_loading.frozen_bytes(files, dtype=dtype, nf4=nf4)
+    weights = files.total_bytes if dtype == "auto" else files.bytes_in(getattr(torch, dtype))
+    if memory.quantization is not None:
+        matrices = (name for name in files.names if len(files.shape(name)) == 2)
+        linear = [name for name in matrices if not any(part in name for part in NOT_QUANTISED)]
+        counts = [math.prod(files.shape(name)) for name in linear]
+        stored = sum(count * files.dtype(name).itemsize for count, name in zip(counts, linear, strict=True))
+        weights = files.total_bytes - stored + round(sum(counts) * NF4_BYTES)
     return Memory(weights // shards, trained // shards, available, name, kept, shards)
 
 
-@dataclass(frozen=True)
-class RowSizes:
+class RowSizes(NamedTuple):
     """Tokens of a micro-batch: ``read`` in all, of which ``trained`` have the adapter on."""
 
     read: int
@@ -86,4 +89,4 @@ def available_bytes(device: torch.device) -> int | None:
     if not MEMORY_FILE.is_file():
         return None
     lines = (line.split() for line in MEMORY_FILE.read_text().splitlines())
-    return next((int(words[1]) * KIB for words in lines if words[0] == "MemAvailable:"), None)
+    return next((int(words[1]) * 1024 for words in lines if words[0] == "MemAvailable:"), None)

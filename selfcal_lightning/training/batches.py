@@ -64,8 +64,7 @@ class ResponseBatch(FrozenBatch):
         if self.trees:
             check_trees(self.trees, length)
             if self.position_ids is None:
-                positions = tree_position_ids(self.trees, length)[None]
-                self.__dict__["position_ids"] = positions.to(self.input_ids.device)
+                self.__dict__["position_ids"] = tree_position_ids(self.trees, length)[None].to(self.input_ids.device)
 
     def __repr__(self) -> str:
         layout, slots = "packed" if self.trees else "apart", self.input_ids.numel()

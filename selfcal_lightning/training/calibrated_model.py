@@ -32,19 +32,13 @@ from selfcal_lightning.models.outputs import ModelOutputs, run_outputs
 from selfcal_lightning.models.packing import check_packed_equals_separate, runs_packed_rows
 from selfcal_lightning.models.sharded_loading import check_architecture
 from selfcal_lightning.models.speed import guess_speed
+from selfcal_lightning.training import settings
 from selfcal_lightning.training.batches import ScoredRows, SSCBatch
 from selfcal_lightning.training.checkpoints import check_base_model, check_trained
 from selfcal_lightning.training.memory_plan import RowSizes, plan_memory
 from selfcal_lightning.training.metrics import CalibrationMetrics
 from selfcal_lightning.training.model_parallel import AdapterModelParallelStrategy, join_forward, shard_like, trainer_of
 from selfcal_lightning.training.modules import ExportKind, ScoringModule, with_cosine
-from selfcal_lightning.training.settings import (
-    AdapterSettings,
-    AuxiliarySettings,
-    LossSettings,
-    MemorySettings,
-    OptimizerSettings,
-)
 from selfcal_lightning.training.support import check_support
 
 if TYPE_CHECKING:
@@ -66,15 +60,18 @@ def adapter_name(name: str | None) -> str:
 class CalibratedModel(ScoringModule, ABC):
     """A causal language model and its adapter, trained to state the probability that a response is right."""
 
-    auxiliary: dict[str, AuxiliarySettings]
+    auxiliary: dict[str, settings.AuxiliarySettings]
     model: Any  # None until `configure_model`
     chat: Any  # a ChatFormat from then on
 
     def __init__(
-        self, adapter: AdapterSettings, optimization: OptimizerSettings, memory: MemorySettings | None = None
+        self,
+        adapter: settings.AdapterSettings,
+        optimization: settings.OptimizerSettings,
+        memory: settings.MemorySettings | None = None,
     ) -> None:
         super().__init__(adapter.base_model, revision=adapter.revision, query=adapter.query, prompt=adapter.prompt)
-        self.adapter, self.optimization, self.memory = adapter, optimization, memory or MemorySettings()
+        self.adapter, self.optimization, self.memory = adapter, optimization, memory or settings.MemorySettings()
         self.activated, self.attn_implementation = adapter.activated, adapter.attn_implementation
         self.model, self.chat = None, None
         self.chats: dict[str, ChatFormat] = {}  # of the auxiliary adapters
@@ -102,8 +99,7 @@ class CalibratedModel(ScoringModule, ABC):
         """Refuse weights in float16 without a gradient scaler: small gradients would become zero."""
         dtype: str = self.adapter.dtype_on(trainer.strategy.root_device)
         if dtype == "auto" and self.memory.quantization is None:
-            stored = folders.load_config(self.base_model, revision=self.revision).dtype
-            dtype = str(stored).removeprefix("torch.")
+            dtype = str(folders.load_config(self.base_model, revision=self.revision).dtype).removeprefix("torch.")
         if dtype == "float16" and trainer.precision != "16-mixed":
             raise InputError(
                 f"`torch_dtype` {self.adapter.torch_dtype!r} would load {self.base_model!r} in float16, which needs "
@@ -123,13 +119,13 @@ class CalibratedModel(ScoringModule, ABC):
             adapters=1 + len(self.auxiliary),
             shards=strategy.shards if isinstance(strategy, AdapterModelParallelStrategy) else 1,
             rows=self._row_sizes(data),
-        lora, model = self.lora, self.base_model
-        what = "all weights" if lora is None else f"LoRA of rank {lora.r} on {', '.join(lora.target_modules)}"
-        others = f", with auxiliary {', '.join(self.auxiliary)}" if self.auxiliary else ""
         )
         # The base model reads a row once; the query of an activated adapter is a small part of it.
         passes = 1.5 if self.activated else 4.0 if self.memory.gradient_checkpointing else 3.0
         speed = guess_speed(self.base_model, revision=self.revision, device=device.type, passes=passes)
+        lora, model = self.lora, self.base_model
+        what = "all weights" if lora is None else f"LoRA of rank {lora.r} on {', '.join(lora.target_modules)}"
+        others = f", with auxiliary {', '.join(self.auxiliary)}" if self.auxiliary else ""
         return Plan(
             model=(f"{model}, {what}{others}",),
             memory=(memory,),
@@ -160,11 +156,8 @@ class CalibratedModel(ScoringModule, ABC):
         first = strategy is None or strategy.is_global_zero
         identity = folders.base_model_identity(self.base_model, revision=self.revision) if first else {}
         self.identity = identity if strategy is None else strategy.broadcast(identity)
-        loading: dict[str, Any] = {
-            "revision": self.revision,
-            "dtype": self.adapter.dtype_on(device),
-            "attn_implementation": self.attn_implementation,
-        }
+        loading: dict[str, Any] = {"revision": self.revision, "dtype": self.adapter.dtype_on(device)}
+        loading["attn_implementation"] = self.attn_implementation
         if isinstance(strategy, AdapterModelParallelStrategy):
             self.model = strategy.load_model(
                 self.base_model, lora=lora, seed=seed, gradient_checkpointing=memory.gradient_checkpointing, **loading
@@ -227,11 +220,9 @@ class CalibratedModel(ScoringModule, ABC):
     on_fit_start = on_validation_start = on_test_start = on_predict_start = _check_packing
 
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
-        parameters = [parameter for parameter in self.parameters() if parameter.requires_grad]
-        own = self.optimization
-        optimizer = quantization.build_optimizer(
-            self.memory.optimizer, parameters, lr=own.lr, weight_decay=own.weight_decay
-        )
+        trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        name, own = self.memory.optimizer, self.optimization
+        optimizer = quantization.build_optimizer(name, trained, lr=own.lr, weight_decay=own.weight_decay)
         return with_cosine(optimizer, self.trainer, warmup_steps=own.warmup_steps)
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
@@ -250,10 +241,10 @@ class ConfidenceModel(CalibratedModel):
 
     def __init__(
         self,
-        adapter: AdapterSettings,
-        optimization: OptimizerSettings,
-        losses: LossSettings,
-        memory: MemorySettings | None = None,
+        adapter: settings.AdapterSettings,
+        optimization: settings.OptimizerSettings,
+        losses: settings.LossSettings,
+        memory: settings.MemorySettings | None = None,
     ) -> None:
         super().__init__(adapter, optimization, memory)
         self.losses = losses
@@ -343,7 +334,7 @@ class ConfidenceModel(CalibratedModel):
             **({} if bits is None else {"quantization": bits}),
         }
 
-    def losses_of(self, name: str) -> LossSettings:
+    def losses_of(self, name: str) -> settings.LossSettings:
         own, common = self.auxiliary[name], self.losses
         ranking = common.ranking if own.ranking is None else own.ranking
         return replace(common, loss=own.loss or common.loss, ranking=ranking)
@@ -354,7 +345,7 @@ class ConfidenceModel(CalibratedModel):
     def describe_auxiliary(self, name: str) -> dict[str, Any]:
         return self._described(self.chats[name], self.auxiliary[name].query or self.query, self.losses_of(name))
 
-    def _described(self, chat: ChatFormat, query: str, losses: LossSettings) -> dict[str, Any]:
+    def _described(self, chat: ChatFormat, query: str, losses: settings.LossSettings) -> dict[str, Any]:
         own = {"query": query, "loss": losses.loss, "ranking": losses.ranking}
         return {
             "base_model": dict(self.identity),

@@ -221,7 +221,6 @@ CONFIGURATIONS = ("config.json", "adapter_config.json", "generation_config.json"
 PLACES = ("_name_or_path", "name_or_path", "base_model_name_or_path")
 # Texts that people wrote, and what was made of them: never a place.
 WRITTEN = frozenset({"prompt", "query", "files", "metrics"})
-HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 CACHED = re.compile(r"models--([\w.-]+?)--([\w.-]+)/snapshots/[0-9a-f]{40}/?$")
 ABSOLUTE = re.compile(r"(/|~|[A-Za-z]:[\\/]|\\\\|file:)")
 
@@ -241,7 +240,7 @@ def public_name(model: str | None) -> str | None:
         return folders.BUNDLED_NAME
     if cached := CACHED.search(model):
         return f"{cached[1]}/{cached[2]}"
-    is_name = HUB_NAME.fullmatch(model) and not model.startswith(".") and not Path(model).exists()
+    is_name = folders.HUB_NAME.fullmatch(model) and not model.startswith(".") and not Path(model).exists()
     return model if is_name else None
 
 

@@ -200,12 +200,10 @@ def at_least_float32(values: Tensor) -> Tensor:
     return values if values.dtype == torch.float64 else values.float()
 
 
-def _same_shape(
-    first: Tensor, second: Tensor, name: str = "confidence", other: str = "target"
-) -> tuple[Tensor, Tensor]:
+def _same_shape(first: Tensor, second: Tensor, one: str = "confidence", other: str = "target") -> tuple[Tensor, Tensor]:
     """Return both tensors in their wider dtype, at least float32."""
     if first.shape != second.shape:
         shapes = f"{tuple(first.shape)} and {tuple(second.shape)}"
-        raise InputError(f"`{name}` and `{other}` must have the same shape, but got {shapes}.")
+        raise InputError(f"`{one}` and `{other}` must have the same shape, but got {shapes}.")
     dtype = torch.promote_types(torch.promote_types(first.dtype, second.dtype), torch.float32)
     return first.to(dtype), second.to(dtype)

@@ -14,11 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from selfcal_lightning.core.errors import InputError
-from selfcal_lightning.metrics import arrays
-from selfcal_lightning.metrics.calibration import brier_score, half_budget_threshold, reliability_bins
-from selfcal_lightning.metrics.discrimination import auroc, spearman, within_question_discrimination
-from selfcal_lightning.metrics.drawing import axes_to_draw_on, draw_reliability_of
-from selfcal_lightning.metrics.streaming import ExactMetric, check_vectors
+from selfcal_lightning.metrics import arrays, calibration, discrimination, drawing, streaming
 from selfcal_lightning.records import question_hash
 from selfcal_lightning.training.losses import calibration_loss
 
@@ -51,7 +47,7 @@ class CalibrationPoints:
         return arrays.question_codes(tasks * (numbers.max(initial=0) + 1) + numbers)[1]
 
 
-class CalibrationMetrics(ExactMetric):
+class CalibrationMetrics(streaming.ExactMetric):
     """Calibration, discrimination, accuracy, agreement with the target, and counts, in one namespace.
 
     The keys of ``compute`` are ``family/Name`` over all responses and, where there are several tasks,
@@ -118,7 +114,7 @@ class CalibrationMetrics(ExactMetric):
         yes_no_mass: Tensor,
     ) -> None:
         columns = {"confidence": confidence, "correct": correct, "target": target, "yes_no_mass": yes_no_mass}
-        check_vectors(**columns, question_index=question_index)
+        streaming.check_vectors(**columns, question_index=question_index)
         if len(task) != len(confidence):
             raise InputError(f"`task` must have {len(confidence)} rows, as `confidence` has, but got {len(task)}.")
         hashes = {name: question_hash(name) for name in task}
@@ -151,9 +147,9 @@ class CalibrationMetrics(ExactMetric):
         aimed = points.select(~np.isnan(points.target) & ~np.isnan(points.confidence))
         has_labels = len(labelled.correct) > 0
         shown, values = (labelled, labelled.correct) if has_labels else (aimed, aimed.target)
-        figure, axes = axes_to_draw_on(ax)
-        bins = reliability_bins(shown.confidence, values, num_bins=self.num_bins)
-        draw_reliability_of(axes, bins, outcome="accuracy" if has_labels else "target")
+        figure, axes = drawing.axes_to_draw_on(ax)
+        bins = calibration.reliability_bins(shown.confidence, values, num_bins=self.num_bins)
+        drawing.draw_reliability_of(axes, bins, outcome="accuracy" if has_labels else "target")
         return figure, axes
 
     def _local_points(self) -> CalibrationPoints:
@@ -176,13 +172,13 @@ class CalibrationMetrics(ExactMetric):
         results: dict[str, float | None] = {}
         if has_label.any():
             judged = points.select(has_label & has_confidence)
-            bins = reliability_bins(judged.confidence, judged.correct, num_bins=self.num_bins)
-            within = within_question_discrimination(judged.confidence, judged.correct, judged.questions)
+            bins = calibration.reliability_bins(judged.confidence, judged.correct, num_bins=self.num_bins)
+            within = discrimination.within_question_discrimination(judged.confidence, judged.correct, judged.questions)
             results |= {
                 arrays.ECE: bins.expected_error,
                 arrays.MCE: bins.maximum_error,
-                arrays.BRIER: brier_score(judged.confidence, judged.correct),
-                arrays.AUROC: auroc(judged.confidence, judged.correct),
+                arrays.BRIER: calibration.brier_score(judged.confidence, judged.correct),
+                arrays.AUROC: discrimination.auroc(judged.confidence, judged.correct),
                 arrays.WITHIN_QUESTION_AUROC: within.mean,
                 "discrimination/WithinQuestionPairs": within.pooled,
                 "discrimination/MixedQuestions": within.num_questions,
@@ -195,11 +191,11 @@ class CalibrationMetrics(ExactMetric):
             confidence, target = torch.from_numpy(aimed.confidence), torch.from_numpy(aimed.target)
             results |= {
                 "target/MAE": _mean(np.abs(aimed.confidence - aimed.target)),
-                "target/Spearman": spearman(aimed.confidence, aimed.target),
+                "target/Spearman": discrimination.spearman(aimed.confidence, aimed.target),
                 "target/SmoothL1": _mean(calibration_loss(confidence, target, beta=self.beta).numpy()),
             }
         sure = points.select(has_confidence)
-        results[arrays.STOPPING_THRESHOLD] = half_budget_threshold(sure.confidence, sure.questions)
+        results[arrays.STOPPING_THRESHOLD] = calibration.half_budget_threshold(sure.confidence, sure.questions)
         results["mass/YesNo"] = _mean(points.yes_no_mass)
         results |= {
             "count/Responses": len(points.confidence),

@@ -213,9 +213,7 @@ class AdapterModelParallelStrategy(ModelParallelStrategy):
             }
             optimizer.load_state_dict({**state, "state": cut})
 
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
-    ) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
         _check_is_on_disk(filepath)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 

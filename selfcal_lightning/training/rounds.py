@@ -6,10 +6,9 @@ import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -19,13 +18,8 @@ from selfcal_lightning.data.store.shards import SampleIndex, StoredRow
 from selfcal_lightning.data.tasks.registry import get_task
 from selfcal_lightning.engines.base import Engine
 from selfcal_lightning.engines.transformers.model import MASKABLE_ATTENTION, exact_head
-from selfcal_lightning.metrics.arrays import AUROC, ECE, PASS_AT_1
-from selfcal_lightning.metrics.calibration import expected_calibration_error
-from selfcal_lightning.metrics.consistency import soft_self_consistency
-from selfcal_lightning.metrics.discrimination import auroc, spearman
-from selfcal_lightning.models.causal_lm import evaluation_mode, without_cudnn
-from selfcal_lightning.models.folders import read_manifest
-from selfcal_lightning.models.lora import adapter_difference, adapter_state, read_adapter_state, set_adapter_state
+from selfcal_lightning.metrics import arrays, calibration, consistency, discrimination
+from selfcal_lightning.models import causal_lm, folders, lora
 from selfcal_lightning.training.calibrated_model import ConfidenceModel
 from selfcal_lightning.training.export import write_export
 
@@ -52,7 +46,7 @@ def keep_adapter(module: ConfidenceModel, store_dir: str | Path, *, round: int, 
     if not folder.exists():
         return write_export(module, folder, store={"path": str(store_dir), "round": round, "training": training})
     # It must be of this training: the same weights or, where arithmetic is not bit-exact (GPUs), the same settings.
-    difference = adapter_difference(module.model, folder)
+    difference = lora.adapter_difference(module.model, folder)
     if difference == 0.0:
         return folder
     check_same_training(folder, round, training)
@@ -64,7 +58,7 @@ def keep_adapter(module: ConfidenceModel, store_dir: str | Path, *, round: int, 
 
 
 def check_same_training(folder: Path, round: int, training: str) -> None:
-    manifest = read_manifest(folder)
+    manifest = folders.read_manifest(folder)
     if manifest is None or manifest["store"]["training"] != training:
         raise InputError(
             f"Round {round} of the store was sampled in a training with other settings ({folder}). Restore them, use "
@@ -78,20 +72,20 @@ def serving(module: ConfidenceModel, folder: Path) -> Iterator[None]:
     """Run the block in evaluation mode with the adapter of ``folder`` and plain attention, then restore everything."""
     model = module.model
     own = None
-    if adapter_difference(model, folder) != 0.0:
-        own = adapter_state(model)
-        set_adapter_state(model, read_adapter_state(folder))
+    if lora.adapter_difference(model, folder) != 0.0:
+        own = lora.adapter_state(model)
+        lora.set_adapter_state(model, lora.read_adapter_state(folder))
     attention = model.config._attn_implementation
     if attention not in MASKABLE_ATTENTION:
         model.set_attn_implementation("sdpa")
     try:
-        with evaluation_mode(model):
+        with causal_lm.evaluation_mode(model):
             yield
     finally:
         if attention not in MASKABLE_ATTENTION:
             model.set_attn_implementation(attention)
         if own is not None:
-            set_adapter_state(model, own)
+            lora.set_adapter_state(model, own)
 
 
 FLOAT32_TOLERANCE = 1e-4
@@ -104,8 +98,7 @@ class AdapterMismatchError(RunError):
     """The engine does not serve the trainer's adapter."""
 
 
-@dataclass(frozen=True, slots=True)
-class Probe:
+class Probe(NamedTuple):
     ids: tuple[int, ...]
     places: tuple[int, ...]  # the positions to compare
 
@@ -228,7 +221,7 @@ def _network_logprobs(network: PreTrainedModel, probes: Sequence[Probe]) -> list
         ids = torch.tensor([probe.ids[:-1]], device=device)
         before = torch.tensor(probe.places, device=device) - 1
         mask = torch.ones_like(ids)
-        with without_cudnn(), exact_head(network):
+        with causal_lm.without_cudnn(), exact_head(network):
             (logits,) = network(input_ids=ids, attention_mask=mask, use_cache=False, logits_to_keep=before).logits
         wanted = torch.tensor([probe.ids[place] for place in probe.places], device=device)
         logprobs = logits.double().log_softmax(-1).gather(-1, wanted[:, None])[:, 0]
@@ -236,8 +229,7 @@ def _network_logprobs(network: PreTrainedModel, probes: Sequence[Probe]) -> list
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class QuestionTargets:
+class QuestionTargets(NamedTuple):
     """The soft self-consistency of a question's readable responses."""
 
     task: str
@@ -251,10 +243,8 @@ def question_targets(index: SampleIndex, *, raw: bool = False, drop_none: bool =
     for start, stop in pairwise(index.edges):
         answers = index.answer[start:stop].tolist()
         known = [None if np.isnan(value) else float(value) for value in confidence[start:stop]]
-        targets = soft_self_consistency(answers, known, drop_none=drop_none)
-        pairs = [
-            (x, answer) for x, answer in zip(targets, answers, strict=True) if x is not None and answer is not None
-        ]
+        targets = consistency.soft_self_consistency(answers, known, drop_none=drop_none)
+        pairs = [(x, said) for x, said in zip(targets, answers, strict=True) if x is not None and said is not None]
         if pairs:
             leader = max(pairs, key=lambda pair: pair[0])[1]
             mean = float(np.mean([target for target, _ in pairs]))
@@ -276,10 +266,10 @@ def describe_round(index: SampleIndex, *, raw: bool = False, drop_none: bool = T
     correct = index.labels
     if (labelled := ~np.isnan(correct)).any():
         codes = np.unique(index.question_index[labelled], return_inverse=True)[1]
-        values[PASS_AT_1] = float((np.bincount(codes, correct[labelled]) / np.bincount(codes)).mean())
+        values[arrays.PASS_AT_1] = float((np.bincount(codes, correct[labelled]) / np.bincount(codes)).mean())
         scored = labelled & ~np.isnan(confidence)
-        values[ECE] = expected_calibration_error(confidence[scored], correct[scored] > 0)
-        values[AUROC] = auroc(confidence[scored], correct[scored] > 0)
+        values[arrays.ECE] = calibration.expected_calibration_error(confidence[scored], correct[scored] > 0)
+        values[arrays.AUROC] = discrimination.auroc(confidence[scored], correct[scored] > 0)
     return {name: value for name, value in values.items() if value is not None and not np.isnan(value)}
 
 
@@ -297,7 +287,7 @@ def describe_shift(earlier: Mapping[str, QuestionTargets], later: Mapping[str, Q
     values = {
         "shift/Mean": float((after - before).mean()),
         "shift/MeanAbsolute": float(np.abs(after - before).mean()),
-        "shift/Spearman": spearman(before, after),
+        "shift/Spearman": discrimination.spearman(before, after),
         "shift/LeaderKept": float(np.mean(kept)),
     }
     return {name: value for name, value in values.items() if value is not None and not np.isnan(value)}

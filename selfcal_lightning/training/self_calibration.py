@@ -242,11 +242,7 @@ class SelfCalibrationModule(ConfidenceModel):
         )  # fmt: skip
         memory = settings.MemorySettings(quantization, optimizer, gradient_checkpointing, recompute_above)
         if adapter.activated:
-            given = {
-                "omega": omega,
-                "generation_loss": generation_loss,
-                "gradient_checkpointing": gradient_checkpointing,
-            }
+            given = dict(omega=omega, generation_loss=generation_loss, gradient_checkpointing=gradient_checkpointing)
             if name := next((name for name, value in given.items() if value), None):
                 raise InputError(
                     f"`{name}` {given[name]} does nothing with an activated adapter, which leaves the generator alone. "

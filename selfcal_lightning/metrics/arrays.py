@@ -114,8 +114,7 @@ def uniform_edges(num_bins: int) -> Floats:
 
 def bin_index(confidence: Floats, edges: Floats) -> Integers:
     """Return the bin of every confidence [N]: bins are [lower, upper), the last one [lower, upper]."""
-    last = len(edges) - 2
-    return np.minimum(np.searchsorted(edges, confidence, side="right") - 1, last).astype(np.int64)
+    return np.minimum(np.searchsorted(edges, confidence, side="right") - 1, len(edges) - 2).astype(np.int64)
 
 
 def concordant_pairs(

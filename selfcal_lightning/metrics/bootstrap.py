@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 
 import numpy as np
 
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.metrics import arrays
-from selfcal_lightning.metrics.arrays import ECE, Array, Floats, Integers
+from selfcal_lightning.metrics.arrays import ECE, Array, Floats
 from selfcal_lightning.metrics.calibration import ErrorBounds
 
 
@@ -259,14 +260,15 @@ class _PerQuestion:
         if not len(scores):
             raise InputError("Expected `confidence` to hold at least one response, but got none.")
         self.metrics = tuple(metrics)
-        self.size = self._sums(codes, None)
+        sums = partial(np.bincount, codes, minlength=len(self.questions))
+        self.size = sums()
         if needs_probability:
             # Per question and bin, the sum of (correct - confidence) [Q, B]: all that ECE needs.
             slot = codes * num_bins + arrays.bin_index(scores, arrays.uniform_edges(num_bins))
             gaps = np.bincount(slot, weights=labels - scores, minlength=len(self.questions) * num_bins)
-            self.bin_gap = gaps.astype(np.float64).reshape(-1, num_bins)
-            self.squared_error = self._sums(codes, (scores - labels) ** 2)
-        self.accuracy = self._sums(codes, labels.astype(np.float64)) / self.size
+            self.bin_gap = gaps.reshape(-1, num_bins)
+            self.squared_error = sums(weights=(scores - labels) ** 2)
+        self.accuracy = sums(weights=labels) / self.size
         concordant, pairs = arrays.concordant_pairs(scores, labels, codes, len(self.questions))
         self.is_mixed = (pairs > 0).astype(np.float64)
         self.within = np.divide(concordant, pairs, out=np.zeros_like(pairs), where=pairs > 0)
@@ -277,9 +279,6 @@ class _PerQuestion:
         self.right_question, right = codes[labels], scores[labels]
         self.num_below = np.searchsorted(wrong, right, side="left")
         self.num_not_above = np.searchsorted(wrong, right, side="right")
-
-    def _sums(self, codes: Integers, weights: Floats | None) -> Floats:
-        return np.bincount(codes, weights=weights, minlength=len(self.questions)).astype(np.float64)
 
     def resampled(self, *, num_resamples: int, seed: int) -> dict[str, Floats]:
         """Return each metric on all questions and on R resamples [1 + R]; of the ECE, its gaps by bin [1 + R, B].
@@ -311,16 +310,15 @@ class _PerQuestion:
     def _auroc(self, counts: Floats) -> Floats:
         # Sums of whole numbers are exact, so the order of the responses and the chunk size do not matter.
         at_once = max(1, _COUNTS_AT_ONCE // max(len(self.right_question) + len(self.wrong_question), 1))
-        starts = range(0, len(counts), at_once)
-        return np.concatenate([self._auroc_of_some(counts[start : start + at_once]) for start in starts])
-
-    def _auroc_of_some(self, counts: Floats) -> Floats:
-        wrong = np.zeros((len(counts), len(self.wrong_question) + 1))
-        np.cumsum(counts[:, self.wrong_question], axis=1, out=wrong[:, 1:])
-        right = counts[:, self.right_question]
-        concordant = 0.5 * np.einsum("rn,rn->r", right, wrong[:, self.num_below] + wrong[:, self.num_not_above])
-        pairs = right.sum(axis=1) * wrong[:, -1]
-        return np.divide(concordant, pairs, out=np.full_like(pairs, np.nan), where=pairs > 0)
+        found = []
+        for some in (counts[start : start + at_once] for start in range(0, len(counts), at_once)):
+            wrong = np.zeros((len(some), len(self.wrong_question) + 1))
+            np.cumsum(some[:, self.wrong_question], axis=1, out=wrong[:, 1:])
+            right = some[:, self.right_question]
+            concordant = 0.5 * np.einsum("rn,rn->r", right, wrong[:, self.num_below] + wrong[:, self.num_not_above])
+            pairs = right.sum(axis=1) * wrong[:, -1]
+            found.append(np.divide(concordant, pairs, out=np.full_like(pairs, np.nan), where=pairs > 0))
+        return np.concatenate(found)
 
 
 def resample_weights(num_questions: int, *, num_resamples: int = 1000, seed: int = 0) -> Floats:

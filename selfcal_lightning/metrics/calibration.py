@@ -53,9 +53,7 @@ class ReliabilityBins:
     ) -> ReliabilityBins:
         """Build the bins from edges [B + 1] and the sums over each bin [B]."""
         filled = np.where(count > 0, count, np.nan)
-        return cls(
-            edges[:-1], edges[1:], np.asarray(count).astype(np.int64), confidence_sum / filled, correct_sum / filled
-        )
+        return cls(edges[:-1], edges[1:], count.astype(np.int64), confidence_sum / filled, correct_sum / filled)
 
     @property
     def gap(self) -> Floats:
@@ -199,8 +197,7 @@ def debiased_calibration_error(
     if not len(scores):
         return None
     slot = codes * num_bins + arrays.bin_index(scores, arrays.uniform_edges(num_bins))
-    size = len(questions) * num_bins
-    sums = np.bincount(slot, weights=labels - scores, minlength=size).reshape(-1, num_bins)
+    sums = np.bincount(slot, weights=labels - scores, minlength=len(questions) * num_bins).reshape(-1, num_bins)
     counts = np.bincount(codes, minlength=len(questions))[:, None]
     gaps = sums.sum(axis=0) / len(scores)
     errors = np.sqrt(((sums - gaps * counts) ** 2).sum(axis=0)) / len(scores)

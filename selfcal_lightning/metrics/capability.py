@@ -35,8 +35,7 @@ def agreeing_pairs(answers: Sequence[str | None]) -> float | None:
     if size < 2:
         return None
     votes = Counter(answer for answer in answers if answer is not None)
-    pairs = sum(count * (count - 1) for count in votes.values())
-    return pairs / (size * (size - 1))
+    return sum(count * (count - 1) for count in votes.values()) / (size * (size - 1))
 
 
 def top_share(answers: Sequence[str | None]) -> float | None:

@@ -14,10 +14,7 @@ from torchmetrics import Metric
 from torchmetrics.utilities import dim_zero_cat
 
 from selfcal_lightning.core.errors import InputError
-from selfcal_lightning.metrics.arrays import uniform_edges
-from selfcal_lightning.metrics.calibration import ReliabilityBins
-from selfcal_lightning.metrics.discrimination import auroc, within_question_discrimination
-from selfcal_lightning.metrics.drawing import axes_to_draw_on, draw_reliability_of, draw_roc, draw_steps, draw_values
+from selfcal_lightning.metrics import arrays, calibration, discrimination, drawing
 
 
 class ExactMetric(Metric):
@@ -63,12 +60,12 @@ class ExactMetric(Metric):
         if val is None:
             return self._diagram(ax)
         if isinstance(val, Mapping):
-            figure, axes = axes_to_draw_on(ax, size=(5.6, 0.9 + 0.3 * len(val)))
-            draw_values(axes, {name: float(value) for name, value in val.items()})
+            figure, axes = drawing.axes_to_draw_on(ax, size=(5.6, 0.9 + 0.3 * len(val)))
+            drawing.draw_values(axes, {name: float(value) for name, value in val.items()})
             return figure, axes
         steps = [float(value) for value in (val if isinstance(val, list | tuple) else [val])]
-        figure, axes = axes_to_draw_on(ax, size=(4.8, 3.4))
-        draw_steps(axes, steps, name=type(self).__name__)
+        figure, axes = drawing.axes_to_draw_on(ax, size=(4.8, 3.4))
+        drawing.draw_steps(axes, steps, name=type(self).__name__)
         return figure, axes
 
     def _diagram(self, ax: Axes | None) -> tuple[Figure, Axes]:
@@ -140,7 +137,7 @@ class BinnedCalibrationError(ExactMetric):
         super().__init__(**kwargs)
         if norm not in ("l1", "max"):
             raise InputError(f'Expected `norm` to be "l1" or "max", but got {norm!r}.')
-        self.edges = uniform_edges(num_bins)
+        self.edges = arrays.uniform_edges(num_bins)
         self.norm = norm
         for name in ("count", "confidence_sum", "correct_sum"):
             self.add_state(name, default=torch.zeros(num_bins, dtype=torch.float64), dist_reduce_fx="sum")
@@ -164,18 +161,18 @@ class BinnedCalibrationError(ExactMetric):
         return _scalar(bins.expected_error if self.norm == "l1" else bins.maximum_error, self.device)
 
     def _diagram(self, ax: Axes | None) -> tuple[Figure, Axes]:
-        figure, axes = axes_to_draw_on(ax)
-        draw_reliability_of(axes, self.bins())
+        figure, axes = drawing.axes_to_draw_on(ax)
+        drawing.draw_reliability_of(axes, self.bins())
         return figure, axes
 
-    def bins(self) -> ReliabilityBins:
+    def bins(self) -> calibration.ReliabilityBins:
         """Return the reliability bins over all processes; every process must call it."""
         with self.synced():
             return self._local_bins()
 
-    def _local_bins(self) -> ReliabilityBins:
+    def _local_bins(self) -> calibration.ReliabilityBins:
         sums = (state.cpu().numpy() for state in (self.count, self.confidence_sum, self.correct_sum))
-        return ReliabilityBins.from_sums(self.edges, *sums)
+        return calibration.ReliabilityBins.from_sums(self.edges, *sums)
 
 
 class ConfidenceAUROC(ExactMetric):
@@ -208,13 +205,13 @@ class ConfidenceAUROC(ExactMetric):
 
     def compute(self) -> Tensor:
         responses = self.rows("responses").cpu()
-        return _scalar(auroc(responses[:, 0], responses[:, 1]), self.device)
+        return _scalar(discrimination.auroc(responses[:, 0], responses[:, 1]), self.device)
 
     def _diagram(self, ax: Axes | None) -> tuple[Figure, Axes]:
         with self.synced():
             responses = self.rows("responses").cpu()
-        figure, axes = axes_to_draw_on(ax)
-        draw_roc(axes, responses[:, 0], responses[:, 1])
+        figure, axes = drawing.axes_to_draw_on(ax)
+        drawing.draw_roc(axes, responses[:, 0], responses[:, 1])
         return figure, axes
 
 
@@ -248,7 +245,7 @@ class WithinQuestionAUROC(ExactMetric):
 
     def compute(self) -> Tensor:
         responses, questions = self.rows("responses").cpu(), self.rows("questions").cpu()
-        result = within_question_discrimination(responses[:, 0], responses[:, 1], questions[:, 0])
+        result = discrimination.within_question_discrimination(responses[:, 0], responses[:, 1], questions[:, 0])
         return _scalar(result.mean, self.device)
 
 

@@ -17,8 +17,7 @@ from selfcal_lightning.core.files import json_object_or_none, to_json, write_ato
 from selfcal_lightning.core.progress import say
 from selfcal_lightning.data.store.overview import counted_samples
 from selfcal_lightning.data.store.sample_store import SampleStore
-from selfcal_lightning.models.activated import adapter_asleep
-from selfcal_lightning.models.lora import adapter_state, read_adapter_state, set_adapter_state
+from selfcal_lightning.models import activated, lora
 from selfcal_lightning.records import QuestionSamples
 from selfcal_lightning.training.model_parallel import data_module_of
 from selfcal_lightning.training.modules import needed_data
@@ -83,7 +82,7 @@ class AdaptationGuard(Callback):
         chosen = data.anchor_batches(questions=self.questions, samples=self.samples)
         batches = [batch.to(module.device) for batch in chosen]
         if not self._base:
-            with adapter_asleep(module.model):
+            with activated.adapter_asleep(module.model):
                 self._base = [module.response_logprobs(batch) for batch in batches]
         logprobs = [module.response_logprobs(batch) for batch in batches]
         fall = float((torch.cat(self._base) - torch.cat(logprobs)).double().mean())
@@ -136,10 +135,10 @@ class AdaptationGuard(Callback):
 def restore(module: TestTimeTrainingModule, store_dir: str, round: int) -> None:
     """Give a module the adapter that ``round`` was sampled with; that of round 0 does nothing."""
     if round > 0:
-        set_adapter_state(module.model, read_adapter_state(adapter_folder(store_dir, round)))
+        lora.set_adapter_state(module.model, lora.read_adapter_state(adapter_folder(store_dir, round)))
         return
-    state = adapter_state(module.model)
-    set_adapter_state(
+    state = lora.adapter_state(module.model)
+    lora.set_adapter_state(
         module.model, {name: torch.zeros_like(value) if "lora_B" in name else value for name, value in state.items()}
     )
 

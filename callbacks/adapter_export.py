@@ -84,8 +84,7 @@ class AdapterExport(Callback):
             self._check(pl_module, data_module_of(trainer))
 
     def _settle(self, trainer: Trainer) -> None:
-        log_dir = trainer.log_dir  # agreed on by a broadcast
-        default = Path(log_dir or trainer.default_root_dir) / "adapter"
+        default = Path(trainer.log_dir or trainer.default_root_dir) / "adapter"  # agreed on by a broadcast
         self._folder = default if self.output_dir is None else Path(self.output_dir)
         self._best_folder = self._folder.with_name(f"{self._folder.name}-best")
 

@@ -21,8 +21,7 @@ from selfcal_lightning.core.errors import InputError, check_at_least
 from selfcal_lightning.core.progress import say
 from selfcal_lightning.evaluation.figures import confidence_distribution, reliability_diagram, roc_figure, save_figure
 from selfcal_lightning.evaluation.metrics import change_of
-from selfcal_lightning.metrics.calibration import reliability_bins
-from selfcal_lightning.metrics.discrimination import auroc
+from selfcal_lightning.metrics import calibration, discrimination
 from selfcal_lightning.models.causal_lm import evaluation_mode
 from selfcal_lightning.training.metrics import CalibrationMetrics
 from selfcal_lightning.training.model_parallel import build_validation_loaders
@@ -135,8 +134,7 @@ class PoolCurve(Callback, ABC):
             elif isinstance(logger, WandbLogger):
                 logger.log_image(f"{self.tag}/{name}", [figure], step=trainer.global_step)
             elif isinstance(logger, MLFlowLogger):
-                place = f"{self.tag}/{name}-{trainer.global_step}.png"
-                logger.experiment.log_figure(logger.run_id, figure, place)
+                logger.experiment.log_figure(logger.run_id, figure, f"{self.tag}/{name}-{trainer.global_step}.png")
 
 
 class CalibrationCurve(PoolCurve):
@@ -221,8 +219,8 @@ def outcome(pool: str, before: Columns, after: Columns) -> str:
         >>> outcome("all", (sure, right), (np.where(right, 0.9, 0.1), right))
         'Validation, all: better calibration (ECE .400 -> .100), better ranking (AUROC .500 -> 1.000).'
     """
-    errors = [reliability_bins(*columns).expected_error for columns in (before, after)]
-    ranks = [auroc(*columns) for columns in (before, after)]
+    errors = [calibration.reliability_bins(*columns).expected_error for columns in (before, after)]
+    ranks = [discrimination.auroc(*columns) for columns in (before, after)]
     parts = [
         change_of("calibration", *errors, gain=_gain(*reversed(errors))),
         change_of("ranking", *ranks, gain=_gain(*ranks)),

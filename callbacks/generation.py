@@ -10,9 +10,9 @@ import shutil
 import time
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -34,7 +34,6 @@ from selfcal_lightning.data.store.shards import SampleIndex, StoreCorruptError
 from selfcal_lightning.engines.base import Engine
 from selfcal_lightning.engines.opening import open_engine, serve_model
 from selfcal_lightning.engines.sampling import sampler
-from selfcal_lightning.engines.sampling.sampler import part_name
 from selfcal_lightning.engines.settings import EngineOptions, EngineSettings, memory_share
 from selfcal_lightning.models.causal_lm import WeightFiles
 from selfcal_lightning.models.chat_format import ChatFormat, load_tokenizer
@@ -45,7 +44,6 @@ from selfcal_lightning.training.calibrated_model import ConfidenceModel
 from selfcal_lightning.training.checkpoints import INCIDENTAL
 from selfcal_lightning.training.model_parallel import callbacks_of, data_module_of, decides_at_epoch_end
 from selfcal_lightning.training.modules import ScoringModule, check_defines, needed_data
-from selfcal_lightning.training.rounds import adapter_folder, checkpoint_file, serving
 from selfcal_lightning.training.settings import check_positive
 from selfcal_lightning.training.support import way_of
 
@@ -56,8 +54,7 @@ if TYPE_CHECKING:
 MEMORY = "gpu_memory_utilization"
 
 
-@dataclass(frozen=True, slots=True)
-class EnginePlace:
+class EnginePlace(NamedTuple):
     device: torch.device
     local_rank: int = 0
     processes: int = 1
@@ -127,7 +124,7 @@ def wait_for_shares(meeting: Rendezvous, store: SampleStore, wanted: set[str], *
     if meeting.rank != 0 or meeting.world_size == 1:
         meeting.meet()
         return
-    parts = {part_name((rank, meeting.world_size)) for rank in range(meeting.world_size)}
+    parts = {sampler.part_name((rank, meeting.world_size)) for rank in range(meeting.world_size)}
     try:
         before = store.committed_questions(parts=parts, round=round)
         missing = len(wanted - store.question_ids(round=round, include_parts=True))
@@ -185,8 +182,7 @@ TRAINER_SETTINGS = ("gradient_clip_val", "gradient_clip_algorithm", "precision")
 CHECKED_QUESTIONS, CHECKED_SAMPLES = 6, 2
 
 
-@dataclass(frozen=True, slots=True)
-class ResumedAt:
+class ResumedAt(NamedTuple):
     epoch: int
     at_start: bool
     global_step: int
@@ -420,7 +416,7 @@ class SSCGeneration(Callback):
         """Log the round that training begins with, and refuse later ones of another training."""
         data = _data(trainer)
         if data.regenerate_every_n_epochs is not None:
-            for folder in sorted(adapter_folder(data.store_dir, 0).parent.glob("round-[0-9][0-9][0-9]")):
+            for folder in sorted(rounds.adapter_folder(data.store_dir, 0).parent.glob("round-[0-9][0-9][0-9]")):
                 round = int(folder.name.removeprefix("round-"))
                 if round > data.round_of(trainer.current_epoch):
                     rounds.check_same_training(folder, round, training_digest(trainer, pl_module, round=round))
@@ -436,9 +432,8 @@ class SSCGeneration(Callback):
         # First the checkpoints of this epoch's end: a run that continues from the one below does not reach it again.
         for checkpoint in trainer.checkpoint_callbacks:
             checkpoint.on_train_epoch_end(trainer, pl_module)
-        folder = adapter_folder(data.store_dir, data.round_of(following))
-        if not trainer.strategy.broadcast(folder.exists()):
-            trainer.save_checkpoint(checkpoint_file(data.store_dir, data.round_of(following)))
+        if not trainer.strategy.broadcast(rounds.adapter_folder(data.store_dir, data.round_of(following)).exists()):
+            trainer.save_checkpoint(rounds.checkpoint_file(data.store_dir, data.round_of(following)))
         # Where `ckpt_path: last` finds it: under "last..." in the folder of a ModelCheckpoint.
         folders = [one.dirpath for one in trainer.checkpoint_callbacks if isinstance(one, ModelCheckpoint)]
         if folders and folders[0]:
@@ -465,7 +460,7 @@ class SSCGeneration(Callback):
         """Sample what is missing of the round that ``place`` is trained on, with the adapter kept for it."""
         data = _data(trainer)
         round = data.round_of(place.epoch)
-        folder = adapter_folder(data.store_dir, round)
+        folder = rounds.adapter_folder(data.store_dir, round)
         # In the middle of an epoch the adapter must be there; where it is not, the loader names the missing round.
         if round == 0 or not (place.at_start or trainer.strategy.broadcast(folder.exists())):
             return
@@ -475,7 +470,7 @@ class SSCGeneration(Callback):
             if trainer.is_global_zero and place.at_start:
                 rounds.keep_adapter(module, data.store_dir, round=round, training=digest)
         meeting = self._meeting(trainer, f"round-{round:03d}")
-        with meeting.working(), serving(module, folder):
+        with meeting.working(), rounds.serving(module, folder):
             self._fill(trainer, module, splits, round=round, interrupt=meeting.check)
         self._join(trainer, meeting, splits, round=round)
         if place.at_start and round != self._reported:
@@ -507,7 +502,7 @@ class SSCGeneration(Callback):
         data, shard = _data(trainer), (trainer.global_rank, trainer.world_size)
         model = resolve_model(module.base_model)
         chat = ChatFormat(load_tokenizer(model, revision=module.revision), query=module.query, prompt=module.prompt)
-        adapter = str(adapter_folder(data.store_dir, round)) if round else None
+        adapter = str(rounds.adapter_folder(data.store_dir, round)) if round else None
         asked: dict[str, Any] = {
             "chat": chat, "sampling": self.sampling, "seed": self.seed, "num_samples": data.num_samples,
             "round": round, "shard": shard,
@@ -572,8 +567,8 @@ class SSCGeneration(Callback):
         rows = np.flatnonzero(np.isin(index.question_id.astype(str), names) & (index.sample_index < CHECKED_SAMPLES))
         store = SampleStore(data.store_dir, num_samples=data.num_samples)
         probes = rounds.make_probes(store.read_rows(index.locate(rows)), chat, max_length=engine.max_context)
-        before = adapter_folder(data.store_dir, round - 1)
-        earlier = serving(module, before) if round > 1 and before.exists() else None
+        before = rounds.adapter_folder(data.store_dir, round - 1)
+        earlier = rounds.serving(module, before) if round > 1 and before.exists() else None
         return rounds.check_adapter(engine, module.model, probes, earlier=earlier)
 
     def _join(self, trainer: Trainer, meeting: Rendezvous, splits: Splits, *, round: int = 0) -> None:

@@ -18,8 +18,6 @@ from selfcal_lightning.core.signals import STOPPED_STATUS, Interrupt, PreemptedE
 from selfcal_lightning.training.checkpoints import is_address
 from selfcal_lightning.training.model_parallel import callbacks_of, forget_sigterm
 
-CHECKPOINT_SUFFIX = "-preempted"
-
 
 class PreemptionCheckpoint(Callback):
     """Writes a checkpoint and stops when SIGTERM or SIGUSR1 comes to any process of the run.
@@ -74,7 +72,7 @@ class PreemptionCheckpoint(Callback):
             return
         if not trainer.strategy.reduce_boolean_decision(self.stop.received is not None, all=False):
             return
-        path = _checkpoint_folder(trainer) / f"{ModelCheckpoint.CHECKPOINT_NAME_LAST}{CHECKPOINT_SUFFIX}.ckpt"
+        path = _checkpoint_folder(trainer) / f"{ModelCheckpoint.CHECKPOINT_NAME_LAST}-preempted.ckpt"
         trainer.save_checkpoint(path)
         who = self.stop.received or "A signal to another process"
         raise PreemptedError(f"{who} asked this run to stop; the checkpoint of step {step} is {path}")

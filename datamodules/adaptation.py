@@ -64,17 +64,12 @@ def _entries(store: SampleStore, index: SampleIndex, round: int, *, texts: bool)
     found = []
     for rows in tuples.question_slices(index):
         stored = store.read_rows(index.locate(np.arange(rows.start, rows.stop)))
-        samples = tuple(
-            replace(row.sample, answer=answer) for row, answer in zip(stored, index.answer[rows], strict=True)
-        )
+        samples = tuple(replace(row.sample, answer=said) for row, said in zip(stored, index.answer[rows], strict=True))
         found.append(QuestionSamples(stored[0].question, samples, index.split[rows.start], None))
     return found
 
 
-def read_targets(
-    target: PoolTarget, index: SampleIndex, is_anchor: np.ndarray, *, raw: bool
-) -> tuple[FloatArray, np.ndarray]:
-    """Return the P(True) target of every row (nan if it has none) and the reason for having none, [R] each."""
+def read_targets(target: PoolTarget, index: SampleIndex, is_anchor: np.ndarray, *, raw: bool) -> tuples.Targets:
     confidence = index.yes_mass if raw else index.p_true
     values = np.full(len(index), np.nan)
     is_own = np.ones(len(index), dtype=bool) if is_anchor.all() else ~is_anchor
@@ -315,9 +310,7 @@ class RolloutDataModule(StoredDataModule):
         )
         return np.array(flat, dtype=np.float64), note
 
-    def _targets(
-        self, store: SampleStore, collator: PolicyCollator, index: SampleIndex, round: int
-    ) -> tuple[FloatArray, np.ndarray]:
+    def _targets(self, store: SampleStore, collator: PolicyCollator, index: SampleIndex, round: int) -> tuples.Targets:
         target, raw = self.target or "round", self.p_true == "raw"
         if round == 0 or target == "round":
             return read_targets(target, index, np.ones(len(index), dtype=bool), raw=raw)

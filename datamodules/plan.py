@@ -27,12 +27,7 @@ PROMPTS_TRIED = 8
 
 
 def splits_of(verb: str, predict_split: str) -> tuple[str, ...]:
-    """Return the splits that a verb of the Trainer reads.
-
-    Example:
-        >>> splits_of("fit", "test"), splits_of("predict", "test")
-        (('train', 'validation'), ('test',))
-    """
+    """Return the splits that a verb of the Trainer reads; only `predict` reads ``predict_split``."""
     return {"fit": ("train", "validation"), "validate": ("validation",), "test": ("test",)}.get(verb, (predict_split,))
 
 

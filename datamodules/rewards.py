@@ -7,7 +7,7 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from shlex import quote
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -18,8 +18,7 @@ from selfcal_lightning.data.steps import MARK, POSITIONS, Rate, check_marker, pr
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.data.store.shards import SampleIndex, StoredRow
 from selfcal_lightning.datamodules.ssc import tuples
-from selfcal_lightning.datamodules.ssc.collate import EncodedRow, RowLayout, Tokens, TupleRows, floats, longs
-from selfcal_lightning.datamodules.ssc.mixture import FloatArray
+from selfcal_lightning.datamodules.ssc.collate import EncodedRow, RowLayout, TupleRows, floats, longs
 from selfcal_lightning.datamodules.ssc.stored_data import StoredDataModule
 from selfcal_lightning.metrics.group_rewards import majority_answer
 from selfcal_lightning.models.chat_format import ChatFormat, load_tokenizer
@@ -29,8 +28,7 @@ from selfcal_lightning.rewards.layouts import RewardEncoder, RewardWriter, Writt
 from selfcal_lightning.rewards.module import RewardBatch
 
 
-def index_targets(index: SampleIndex, target: rollout_rates.RewardTarget) -> tuple[FloatArray, np.ndarray]:
-    """Return (target of every row or nan, the reason where there is none), both [R]."""
+def index_targets(index: SampleIndex, target: rollout_rates.RewardTarget) -> tuples.Targets:
     values = np.full(len(index), np.nan)
     if target == rollout_rates.OF_PREFIXES:
         values = index.confidences.get(rollout_rates.OF_PREFIXES, values)
@@ -55,8 +53,7 @@ def index_targets(index: SampleIndex, target: rollout_rates.RewardTarget) -> tup
 UNWRITTEN = "no steps, or a special token of the reward model"
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(NamedTuple):
     length: int
     kind: int
     target: float
@@ -72,9 +69,6 @@ class RewardRows(RowLayout):
     target: rollout_rates.RewardTarget
     rates: Mapping[Any, Rate]
     taught: Mapping[Any, Rate]
-
-    def room_for_response(self, num_prompt_tokens: Tokens) -> Tokens:
-        return self.max_length - num_prompt_tokens
 
     @abstractmethod
     def encode(self, row: StoredRow) -> EncodedRow:
@@ -157,11 +151,6 @@ class RewardCollator(RewardRows):
     def encode(self, row: StoredRow) -> EncodedRow:
         prompt, response = self._prompt(row), self._response(row)
         room = self.room_for_response(len(prompt))
-        if room < 1:
-            raise InputError(
-                f"The prompt of question {row.question.id!r}, {len(prompt)} tokens, leaves no room for a response "
-                f"within `max_length` {self.max_length}."
-            )
         # One token of the response is "asked for": the position that it is asked of is the end of the prompt.
         return EncodedRow((*prompt, *response[:room]), len(prompt), len(prompt) + 1)
 
@@ -197,8 +186,7 @@ class WrittenCollator(RewardRows):
         written = self._write(row)
         if written is None:
             return EncodedRow((self.pad_id, self.pad_id), 1, 2)
-        ids = written.ids[: self.max_length]
-        return EncodedRow(ids, written.start, written.start + 1)
+        return EncodedRow(written.ids[: self.max_length], written.start, written.start + 1)
 
     def places(self, row: StoredRow, target: float, correct: float) -> list[Place]:
         written = self._write(row)

@@ -43,9 +43,9 @@ class RowLayout(ABC):
     def __post_init__(self) -> None:
         check_at_least(1, pad_to_multiple_of=self.pad_to_multiple_of)
 
-    @abstractmethod
     def room_for_response(self, num_prompt_tokens: Tokens) -> Tokens:
         """Return how many response tokens fit behind prompts; 0 or less means that the row cannot be used."""
+        return self.max_length - num_prompt_tokens
 
     @abstractmethod
     def __call__(self, rows: TupleRows) -> Any:
@@ -154,15 +154,12 @@ class SSCCollator(RowLayout):
                 f"The prompt of question {row.question.id!r}, {len(prompt)} tokens, and the confidence query leave no "
                 f"room for a response within `max_length` {self.max_length}."
             )
-        if self.empty:
-            return EncodedRow((*prompt, *self.chat.query.suffix_ids), len(prompt), len(prompt))
-        was_cut = len(response) > room
-        response = response[:room]
         suffix = self.chat.query.suffix_ids
-        start, end = len(prompt), len(prompt) + len(response)
-        if sample.finish == "stop" and not was_cut and suffix[0] in self.chat.end_of_turn_ids:
-            end += 1
-        return EncodedRow((*prompt, *response, *suffix), start, end)
+        if self.empty:
+            return EncodedRow((*prompt, *suffix), len(prompt), len(prompt))
+        ends_turn = sample.finish == "stop" and len(response) <= room and suffix[0] in self.chat.end_of_turn_ids
+        end = len(prompt) + min(len(response), room) + ends_turn
+        return EncodedRow((*prompt, *response[:room], *suffix), len(prompt), end)
 
     def __call__(self, rows: TupleRows) -> SSCBatch:
         micro = rows.micro
@@ -170,9 +167,8 @@ class SSCCollator(RowLayout):
             row if weight > 0 else replace(row, response_end=row.response_start)  # it is asked for no tokens
             for row, weight in zip(map(self.encode, rows.stored), micro.generation_weight, strict=True)
         ]
-        laid = self.lay(encoded, rows.question_index)
         return SSCBatch(
-            **laid,
+            **self.lay(encoded, rows.question_index),
             target=floats(rows.target),
             correct=floats(rows.correct),
             calibration_weight=floats(micro.calibration_weight),

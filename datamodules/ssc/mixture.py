@@ -15,6 +15,7 @@ NUM_BUCKETS = 20
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
 BoolArray = npt.NDArray[np.bool_]
+Wanted = dict[str, tuple[int, Sequence[int]]]  # by task, the rows of its generation pool and of each bucket
 
 
 @dataclass(frozen=True)
@@ -126,17 +127,15 @@ class Mixture:
         weight = np.where(calibrates, with_generation, 1.0)
         return EpochDraw(rows, calibrates.astype(np.float64), generation_weight=weight, counts=counts)
 
-    def reference_counts(self) -> dict[str, tuple[int, Sequence[int]]]:
-        """Return (generation rows, rows of each bucket) of every task, rounded as in the reference system."""
+    def reference_counts(self) -> Wanted:
+        """Return what an epoch asks for, rounded as in the reference system."""
         total, ratio, buckets = self.total_tuples, self.generation_ratio, self.num_buckets
         return {
             name: (int(total * ratio * share), [int(total * (1.0 - ratio) * share // buckets)] * buckets)
             for name, share in self.shares.items()
         }
 
-    def _fill_counts(
-        self, pools: Mapping[str, TaskPools], rng: np.random.Generator
-    ) -> dict[str, tuple[int, Sequence[int]]]:
+    def _fill_counts(self, pools: Mapping[str, TaskPools], rng: np.random.Generator) -> Wanted:
         weights = np.array(list(self.shares.values()))
         confident = np.array([len(pools[name].generation) for name in self.shares])
         known = np.array([sum(map(len, pools[name].buckets)) for name in self.shares])
@@ -145,7 +144,7 @@ class Mixture:
         num_generation = round(self.total_tuples * self.generation_ratio) if confident.any() else 0
         generation = self._share_out(num_generation, weights, confident, rng)
         calibration = self._share_out(self.total_tuples - num_generation, weights, known, rng)
-        wanted: dict[str, tuple[int, Sequence[int]]] = {}
+        wanted: Wanted = {}
         for index, name in enumerate(self.shares):
             sizes = np.array([len(rows) for rows in pools[name].buckets])
             buckets = self._share_out(int(calibration[index]), np.ones(self.num_buckets), sizes, rng)

@@ -322,9 +322,6 @@ def validation_batches(
     batches = []
     for start in range(0, most, batch_size):
         part = rows[start : start + batch_size]
-        calibration, generation = weights[0][part], weights[1][part]
-        real = np.ones(len(part), dtype=bool)
-        batches.append(
-            MicroBatch(part, real, calibration, generation, float(calibration.sum()), float(generation.sum()))
-        )
+        own = [column[part] for column in weights]
+        batches.append(MicroBatch(part, np.ones(len(part), dtype=bool), *own, *(float(one.sum()) for one in own)))
     return batches

@@ -117,6 +117,7 @@ AGREEMENT = frozenset(  # need several responses
     {"ssc", "consistency", "leave_one_out", "leave_one_out_ssc", "agreeing_pairs", "top_share"}
 )
 PTrueName = Literal["normalised", "raw"]
+Targets = tuple[FloatArray, np.ndarray]  # the target of every row or nan, the reason where there is none, both [R]
 LEAVE_ONE_OUT = frozenset({"leave_one_out", "leave_one_out_ssc"})
 NO_OTHER, UNTAUGHT = "no other readable response", "nothing for the teacher to read"
 NOT_THE_FIRST = "not the first response to its question"
@@ -164,10 +165,7 @@ def question_slices(index: SampleIndex) -> Iterator[slice]:
     return (slice(start, stop) for start, stop in pairwise(index.edges))
 
 
-def compute_targets(
-    index: SampleIndex, *, target: str, p_true: PTrueName, drop_none: bool
-) -> tuple[FloatArray, np.ndarray]:
-    """Return (target of every row or nan, the reason where there is none), both [R]."""
+def compute_targets(index: SampleIndex, *, target: str, p_true: PTrueName, drop_none: bool) -> Targets:
     masses = index.yes_mass if p_true == "raw" else index.p_true
     values = np.full(len(index), np.nan)
     reasons = np.full(len(index), "", dtype=object)
@@ -242,7 +240,7 @@ def make_table(
     store: SampleStore,
     index: SampleIndex,
     collator: RowLayout,
-    made: Sequence[tuple[FloatArray, np.ndarray]],
+    made: Sequence[Targets],
     lengths: tuple[IntArray, IntArray] | None = None,
 ) -> tuple[TupleTable, np.ndarray]:
     """Return the table of all rows that fit, and for each the reason why it has no target ("" where it has one)."""

@@ -19,7 +19,7 @@ from selfcal_lightning.core.progress import say
 from selfcal_lightning.data.store.annotations import Annotation
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.data.store.shards import SampleIndex
-from selfcal_lightning.training.batches import ScoredRows, SSCBatch
+from selfcal_lightning.training.batches import ScoredRows
 from selfcal_lightning.training.model_parallel import callbacks_of, data_module_of
 from selfcal_lightning.training.modules import ScoringModule, check_defines, needed_data
 
@@ -79,15 +79,7 @@ class ConfidenceWriter(Callback):
         self._run = trainer.strategy.broadcast(uuid.uuid4().hex[:12])
         self._rows, self._values = [], []
 
-    def on_predict_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: ScoringModule,
-        outputs: ScoredRows,
-        batch: SSCBatch,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
+    def on_predict_batch_end(self, trainer: Trainer, pl_module: ScoringModule, outputs: ScoredRows, *_: Any) -> None:
         self._rows.append(outputs.row.cpu())
         self._values.append(outputs.p_true.double().cpu())
 

@@ -87,14 +87,8 @@ def start_round_engine(
     model = resolve_model(module.base_model)
     own_dtype = str(module.model.get_input_embeddings().weight.dtype).removeprefix("torch.")
     if options.name == "transformers" and options.dtype in ("auto", own_dtype):
-        return serve_model(
-            options,
-            module.model,
-            chat=chat,
-            source=model,
-            adapter_sha256=weights_sha256(adapter),
-            quantization=module.memory.quantization,
-        )
+        digest, bits = weights_sha256(adapter), module.memory.quantization
+        return serve_model(options, module.model, chat=chat, source=model, adapter_sha256=digest, quantization=bits)
     options = replace(options, adapter=adapter)
     if options.name == "vllm" and place.device.type == "cuda":
         free, total = torch.cuda.mem_get_info(place.device)
@@ -209,9 +203,7 @@ def is_over(trainer: Trainer, *, epochs: int, steps: int) -> bool:
     return trainer.should_stop and epochs >= (trainer.min_epochs or 0) and steps >= (trainer.min_steps or 0)
 
 
-def check_can_regenerate(
-    trainer: Trainer, module: ConfidenceModel, engine: EngineOptions, *, has_questions: bool
-) -> None:
+def check_can_regenerate(trainer: Trainer, module: ConfidenceModel, engine: EngineOptions, has_questions: bool) -> None:
     """Raise InputError, before any sampling, for what later rounds do not work with."""
     problems = {
         "needs `train` sources in the data module": not has_questions,

@@ -26,14 +26,8 @@ from selfcal_lightning.datamodules.ssc.mixture import EpochDraw, FloatArray, Int
 from selfcal_lightning.datamodules.ssc.sampler import LateDataLoader, MicroBatch
 from selfcal_lightning.datamodules.ssc.stored_data import Split, StoredDataModule
 from selfcal_lightning.datamodules.ssc.stored_rows import epoch_to_read, read_rounds
+from selfcal_lightning.metrics import group_rewards as label_free
 from selfcal_lightning.metrics.consistency import soft_self_consistency
-from selfcal_lightning.metrics.group_rewards import (
-    GroupReward,
-    PoolTarget,
-    Scale,
-    anchored_soft_share,
-    group_advantages,
-)
 from selfcal_lightning.models.lora import read_adapter_state
 from selfcal_lightning.records import Question, QuestionSamples
 from selfcal_lightning.training.rounds import adapter_folder
@@ -69,7 +63,7 @@ def _entries(store: SampleStore, index: SampleIndex, round: int, *, texts: bool)
     return found
 
 
-def read_targets(target: PoolTarget, index: SampleIndex, is_anchor: np.ndarray, *, raw: bool) -> tuples.Targets:
+def read_targets(target: label_free.PoolTarget, index: SampleIndex, is_anchor: np.ndarray, raw: bool) -> tuples.Targets:
     confidence = index.yes_mass if raw else index.p_true
     values = np.full(len(index), np.nan)
     is_own = np.ones(len(index), dtype=bool) if is_anchor.all() else ~is_anchor
@@ -79,7 +73,7 @@ def read_targets(target: PoolTarget, index: SampleIndex, is_anchor: np.ndarray, 
         own, anchor = np.flatnonzero(is_own[rows]), np.flatnonzero(is_anchor[rows])
         mine = [answers[at] or None for at in own]
         current = soft_self_consistency(mine, [weights[at] for at in own])
-        anchored = anchored_soft_share(mine, [answers[at] for at in anchor], [weights[at] for at in anchor])
+        anchored = label_free.anchored_soft_share(mine, [answers[at] for at in anchor], [weights[at] for at in anchor])
         used = {"round": [current], "anchor": [anchored], "mix": [current, anchored]}[target]
         values[rows.start + own] = np.mean(np.array(used, dtype=np.float64), axis=0)  # None becomes nan
     unreadable = np.array([not answer for answer in index.answer], dtype=bool)
@@ -120,10 +114,10 @@ class RolloutDataModule(StoredDataModule):
     )  # fmt: skip
 
     _: KW_ONLY
-    reward: GroupReward = "majority"
-    target: PoolTarget | None = None
+    reward: label_free.GroupReward = "majority"
+    target: label_free.PoolTarget | None = None
     selection: str | None = None
-    scale: Scale = "group"
+    scale: label_free.Scale = "group"
     leave_one_out: bool = False
     normalise: Literal["tokens", "responses"] = "tokens"
     p_true: tuples.PTrueName = "normalised"
@@ -216,14 +210,9 @@ class RolloutDataModule(StoredDataModule):
                 "Raise `batch_size` or `trainer.accumulate_grad_batches`."
             )
         draw = EpochDraw(drawn, weights[0][drawn], weights[1][drawn], counts={})
-        sampler = self._sampler(
-            lambda _: draw,
-            table,
-            collator,
-            newest,
-            rows_per_epoch=self._tuples_of_an_epoch(),
-            order={"reward": self.reward, "scale": self.scale, "normalise": self.normalise, "round": newest},
-        )
+        rows = self._tuples_of_an_epoch()
+        order = {"reward": self.reward, "scale": self.scale, "normalise": self.normalise, "round": newest}
+        sampler = self._sampler(lambda _: draw, table, collator, newest, rows_per_epoch=rows, order=order)
         return self._loader(tuples.TupleDataset(store, table), sampler, collator)
 
     def anchor_batches(self, *, questions: int, samples: int) -> Iterator[PolicyBatch]:
@@ -290,7 +279,7 @@ class RolloutDataModule(StoredDataModule):
             anchor = index if round == 0 else self._read(store, collator, (0,))
             fusion = fit_votes([without_references(entry) for entry in counted_samples(store, anchor)], FUSED_FROM)
         rewards = group_rewards(self.reward, entries, fusion=fusion)
-        advantages = group_advantages(rewards, scale=self.scale, leave_one_out=self.leave_one_out)
+        advantages = label_free.group_advantages(rewards, scale=self.scale, leave_one_out=self.leave_one_out)
         constant = [not any(advantage for advantage in group) for group in advantages]
         if all(constant) and round == 0:
             raise InputError(

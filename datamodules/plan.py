@@ -93,9 +93,7 @@ def check_room(data: StoredDataModule, verb: str) -> None:
 
 
 def count_sources(
-    sources: Mapping[str, Sequence[QuestionSource]],
-    splits: Sequence[str],
-    known: Mapping[str, Sequence[Question]] | None,
+    sources: Mapping[str, list[QuestionSource]], splits: Sequence[str], known: Mapping[str, list[Question]] | None
 ) -> tuple[QuestionCount, ...]:
     counts: list[QuestionCount] = []
     for split in splits:

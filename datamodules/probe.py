@@ -14,16 +14,10 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.utils.data import Dataset, Sampler
 
+from selfcal_lightning.capability import question_table as tables
 from selfcal_lightning.capability.features import PromptModel, feature_origin, open_features, read_features
 from selfcal_lightning.capability.probe import Pooling, ProbeBasis, checked_targets, design, probe_basis
 from selfcal_lightning.capability.probe_module import ProbeBatch
-from selfcal_lightning.capability.question_table import (
-    CapabilityPool,
-    QuestionTable,
-    Target,
-    load_capability_pool,
-    question_table,
-)
 from selfcal_lightning.confidence.scoring_model import ModelSettings
 from selfcal_lightning.confidence.splits import check_disjoint, leading_ids
 from selfcal_lightning.core.errors import InputError, check_at_least
@@ -44,7 +38,7 @@ class ProbeRows:
 
     entries: Sequence[QuestionSamples]
     features: Floats
-    table: QuestionTable
+    table: tables.QuestionTable
     target: Floats
 
     def select(self, rows: np.ndarray) -> ProbeRows:
@@ -128,7 +122,7 @@ class ProbeDataModule(LightningDataModule):
     validation_split: str | None = None
     validation_share: float = 0.1
     test_split: str = TEST
-    target: Target = "agreeing_pairs"
+    target: tables.Target = "agreeing_pairs"
     target_draws: int | None = None
     features: Pooling = "both"
     levels: list[int] | None = None
@@ -153,7 +147,7 @@ class ProbeDataModule(LightningDataModule):
         levels = None if self.levels is None else tuple(self.levels)
         self.read_levels = LevelSettings(levels, self.average, self.final_norm)
         self.basis: ProbeBasis | None = None
-        self._pools: dict[str, CapabilityPool] = {}
+        self._pools: dict[str, tables.CapabilityPool] = {}
         self._rows: dict[str, ProbeRows] = {}
 
     @property
@@ -201,13 +195,13 @@ class ProbeDataModule(LightningDataModule):
             for role in read:
                 states = read_features(model, self._pools[role].questions, folder, self.read_levels)
                 entries = self._pools[role].pool.entries
-                table = question_table(entries)
+                table = tables.question_table(entries)
                 target = table.targets(self.target)
                 self._rows[role] = ProbeRows(entries, design(states, self.features), table, target)
         if TRAIN in roles:
             self._prepare(origin, first)
 
-    def _prepare(self, origin: Mapping[str, Any], pool: CapabilityPool) -> None:
+    def _prepare(self, origin: Mapping[str, Any], pool: tables.CapabilityPool) -> None:
         """Set the validation questions aside where no split has them, and standardise by the training questions."""
         whole = self._rows[TRAIN]
         if VALIDATION not in self._rows:
@@ -238,8 +232,8 @@ class ProbeDataModule(LightningDataModule):
                 continue
             if not Path(self.store_dir).is_dir():
                 raise InputError(f"There is no store {self.store_dir} (`store_dir`). `selfcal generate` fills one.")
-            pool = load_capability_pool(self.store_dir, split=split, task=None)
-            table = question_table(pool.pool.entries)
+            pool = tables.load_capability_pool(self.store_dir, split=split, task=None)
+            table = tables.question_table(pool.pool.entries)
             if role == TRAIN:
                 checked_targets(table, self.target, draws=self.target_draws, seed=self.seed)
             else:

@@ -15,7 +15,7 @@ import torch
 
 from selfcal_lightning.data.store.shards import StoredRow
 from selfcal_lightning.datamodules.ssc.collate import SSCCollator, TupleRows
-from selfcal_lightning.datamodules.ssc.mixture import Mixture, build_pools
+from selfcal_lightning.datamodules.ssc.mixture import NUM_BUCKETS, Mixture, build_pools
 from selfcal_lightning.datamodules.ssc.sampler import DealByPrompt, MicroBatch, group_by_question
 from selfcal_lightning.models.chat_format import ChatFormat, load_tokenizer
 from selfcal_lightning.models.lora import LoraSettings, attach_lora
@@ -192,7 +192,8 @@ def draw_preset(
     prompt = random_lengths(rng, lengths.prompt, 0.3, len(task))[question]
     response = random_lengths(rng, lengths.response, 0.5, len(question))
     confident = target > 0.75
-    pools = build_pools(target, np.repeat(task, samples).tolist(), confident=confident)
+    names = np.repeat(task, samples).tolist()
+    pools = build_pools(target, names, confident=confident, tasks=PRESET_QUESTIONS, num_buckets=NUM_BUCKETS)
     mixture = Mixture(total_tuples=total_tuples, generation_ratio=0.7, shares=PRESET_SHARES)
     draw = mixture.draw(pools, confident, seed=seed, epoch=0)
     draw = group_by_question(draw, question, group_size=group_size, seed=seed, epoch=0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -117,13 +117,10 @@ class SSCDataModule(StoredDataModule):
     def mixture(self, shares: Mapping[str, float]) -> Mixture:
         plain = self._is_activated or self.row_target in tuples.BEFORE_ANSWERING
         ratio = 0.0 if plain else DEFAULT_RATIO
-        return Mixture(
-            total_tuples=self._tuples_of_an_epoch() if self.total_tuples is None else self.total_tuples,
+        return replace(
+            super().mixture(shares),
             generation_ratio=ratio if self.generation_ratio is None else self.generation_ratio,
-            shares=shares,
             exact=self.exact or plain,
-            fill=self.fill,
-            max_repeats=self.max_repeats,
             num_buckets=(1 if plain else NUM_BUCKETS) if self.num_buckets is None else self.num_buckets,
         )
 

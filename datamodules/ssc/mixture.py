@@ -38,26 +38,20 @@ class EpochDraw:
 
 
 def build_pools(
-    target: FloatArray,
-    task: Sequence[str],
-    *,
-    confident: BoolArray,
-    tasks: Iterable[str] | None = None,
-    num_buckets: int = NUM_BUCKETS,
+    target: FloatArray, task: Sequence[str], *, confident: BoolArray, tasks: Iterable[str], num_buckets: int
 ) -> dict[str, TaskPools]:
     known = ~np.isnan(target)
     bucket = np.full(len(target), -1, dtype=np.int64)
     values, place = np.unique(target[known], return_inverse=True)
     bucket[known] = np.array([consistency_bucket(float(value), num_buckets) for value in values], dtype=np.int64)[place]
-    names = list(dict.fromkeys(task) if tasks is None else tasks)
-    code = {name: index for index, name in enumerate(names)}
+    code = {name: index for index, name in enumerate(tasks)}
     codes = np.array([code.get(name, -1) for name in task], dtype=np.int64)
     return {
         name: TaskPools(
             generation=np.flatnonzero((codes == code[name]) & confident),
             buckets=tuple(np.flatnonzero((codes == code[name]) & (bucket == index)) for index in range(num_buckets)),
         )
-        for name in names
+        for name in code
     }
 
 

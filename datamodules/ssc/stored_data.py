@@ -151,11 +151,8 @@ class StoredDataModule(LightningDataModule, ABC):
 
     def shape(self) -> dict[str, Any]:
         """Return the settings of every ``RowLayout``."""
-        return {
-            "max_length": self.max_length,
-            "pad_to_multiple_of": self.pad_to_multiple_of,
-            "shared_prefix": self.shares_prefix(),
-        }
+        shares = self.shares_prefix()
+        return {"max_length": self.max_length, "pad_to_multiple_of": self.pad_to_multiple_of, "shared_prefix": shares}
 
     def shares_prefix(self) -> bool:
         if self.packing == "off":
@@ -175,15 +172,8 @@ class StoredDataModule(LightningDataModule, ABC):
 
     def mixture(self, shares: Mapping[str, float]) -> Mixture:
         """Return the recipe of an epoch for tasks with these shares: every response once, unless settings say more."""
-        return Mixture(
-            total_tuples=self._tuples_of_an_epoch() if self.total_tuples is None else self.total_tuples,
-            generation_ratio=0.0,
-            shares=shares,
-            exact=True,
-            fill=self.fill,
-            max_repeats=self.max_repeats,
-            num_buckets=1,
-        )
+        total = self._tuples_of_an_epoch() if self.total_tuples is None else self.total_tuples
+        return Mixture(total, 0.0, shares, exact=True, fill=self.fill, max_repeats=self.max_repeats, num_buckets=1)
 
     def check_fit(self) -> None:
         """Refuse settings that contradict each other or the module that is trained."""

@@ -51,9 +51,7 @@ def read_index(
     return replace(chosen, question_index=np.unique(chosen.question_index, return_inverse=True)[1])
 
 
-def check_stored_splits(
-    store: SampleStore, rounds: Mapping[str, int], *, known: Mapping[str, Sequence[Question]]
-) -> None:
+def check_stored_splits(store: SampleStore, rounds: Mapping[str, int], known: Mapping[str, Sequence[Question]]) -> None:
     """Refuse questions in two splits, of which some are whatever the store holds for them."""
     stored = {number: store.stored_questions(round=number) for number in set(rounds.values())}
     contents = {split: {question_digest(q): q.id for q in questions} for split, questions in known.items()}

@@ -30,7 +30,7 @@ def confident(target: np.ndarray) -> np.ndarray:
 
 
 def pools_of(target: np.ndarray, task: list[str]) -> dict[str, TaskPools]:
-    return build_pools(target, task, confident=confident(target))
+    return build_pools(target, task, confident=confident(target), tasks=dict.fromkeys(task), num_buckets=NUM_BUCKETS)
 
 
 def make_mixture(**changes: Any) -> Mixture:

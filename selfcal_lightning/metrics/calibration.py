@@ -48,9 +48,7 @@ class ReliabilityBins:
     accuracy: Floats
 
     @classmethod
-    def from_sums(
-        cls, edges: Floats, count: Floats | Integers, confidence_sum: Floats, correct_sum: Floats
-    ) -> ReliabilityBins:
+    def from_sums(cls, edges: Floats, count: Floats, confidence_sum: Floats, correct_sum: Floats) -> ReliabilityBins:
         """Build the bins from edges [B + 1] and the sums over each bin [B]."""
         filled = np.where(count > 0, count, np.nan)
         return cls(edges[:-1], edges[1:], count.astype(np.int64), confidence_sum / filled, correct_sum / filled)

@@ -68,11 +68,8 @@ def within_question_discrimination(confidence: Array, correct: Array, question_i
     mixed = pairs > 0
     if not mixed.any():
         return WithinQuestion(None, None, 0)
-    return WithinQuestion(
-        mean=float(np.mean(concordant[mixed] / pairs[mixed])),
-        pooled=float(concordant.sum() / pairs.sum()),
-        num_questions=int(mixed.sum()),
-    )
+    mean, pooled = np.mean(concordant[mixed] / pairs[mixed]), concordant.sum() / pairs.sum()
+    return WithinQuestion(float(mean), float(pooled), int(mixed.sum()))
 
 
 def roc_curve(confidence: Array, correct: Array) -> tuple[Floats, Floats, Floats] | None:

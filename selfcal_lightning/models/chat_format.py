@@ -331,11 +331,8 @@ class ChatFormat:
     def _query_suffix(self) -> tuple[int, ...]:
         """Return the ids that follow an assistant's content when the query comes next."""
         literals: list[str] = []
-        turns = [
-            Message("user", "question"),
-            Message("assistant", _SENTINEL),
-            Message("user", self._guard(self.query_text, literals)),
-        ]
+        query = Message("user", self._guard(self.query_text, literals))
+        turns = [Message("user", "question"), Message("assistant", _SENTINEL), query]
         rendered = self._render(turns, enable_thinking=False)
         if (times := rendered.count(_SENTINEL)) != 1:
             raise self._lacks(f"a chat template that keeps an assistant's content once, but it occurs {times} times")

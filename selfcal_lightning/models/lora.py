@@ -134,13 +134,8 @@ def save_adapter(
     directory.mkdir(parents=True, exist_ok=True)
     # PEFT gives an adapter of another name than "default" a folder of that name inside the one that it is told.
     with tempfile.TemporaryDirectory(dir=directory.parent, prefix=".adapter-") as written:
-        model.save_pretrained(
-            written,
-            safe_serialization=True,
-            save_embedding_layers=False,
-            selected_adapters=[name],
-            state_dict=None if state is None else dict(state),
-        )
+        whole = None if state is None else dict(state)
+        model.save_pretrained(written, save_embedding_layers=False, selected_adapters=[name], state_dict=whole)
         folder = Path(written) if name == FIRST else Path(written) / name
         for file in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
             (folder / file).rename(directory / file)

@@ -254,12 +254,7 @@ def _hidden_states(
 
 
 def _logits(
-    model: nn.Module,
-    head: nn.Module,
-    arguments: dict[str, Any],
-    positions: Tensor,
-    query: ConfidenceQuery,
-    num_queries: int,
+    model: nn.Module, head: nn.Module, arguments: dict[str, Any], positions: Tensor, query: ConfidenceQuery, asked: int
 ) -> Tensor:
     """Return the logits at ``positions``, [n, V], those of Yes and No after the queries computed in float32."""
     columns: list[Tensor] = []
@@ -267,13 +262,13 @@ def _logits(
     def read(module: nn.Module, rows: Tensor) -> None:
         if type(module) is nn.Linear:
             ids = query_ids(query, rows.device)
-            columns.append(float32_logits(rows[:num_queries], module.weight, module.bias, token_ids=ids))
+            columns.append(float32_logits(rows[:asked], module.weight, module.bias, token_ids=ids))
 
     def sharpen(_: nn.Module, __: tuple[Tensor, ...], logits: Tensor) -> Tensor:
         if not columns or logits.dtype in (torch.float32, torch.float64):
             return logits
         wide, ids = logits.float(), query_ids(query, logits.device)
-        places = torch.arange(num_queries, device=logits.device)[:, None], ids[None]
+        places = torch.arange(asked, device=logits.device)[:, None], ids[None]
         return wide.index_put(places, columns[0])
 
     with head.register_forward_hook(sharpen):

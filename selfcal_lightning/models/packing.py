@@ -33,7 +33,6 @@ class PrefixTree(NamedTuple):
 
     @property
     def stop(self) -> int:
-        """Index after the last token."""
         return self.start + self.prompt + sum(self.branches)
 
     @property
@@ -43,7 +42,6 @@ class PrefixTree(NamedTuple):
 
     @property
     def spans(self) -> list[slice]:
-        """Places of the branches."""
         return [slice(*edges) for edges in pairwise(accumulate(self.branches, initial=self.start + self.prompt))]
 
 

@@ -183,14 +183,9 @@ def _fill_parameters(
             if (found := files.shape(stored)) != (wanted := tuple(parameter.shape)):
                 raise InputError(f"Expected {stored!r} to have shape {wanted} as config.json says, but got {found}.")
             rows = files.read_rows(stored, start, stop)
-        whole = DTensor.from_local(
-            rows.to(device=device, dtype=parameter.dtype, copy=True),
-            sharded.device_mesh,
-            sharded.placements,
-            run_check=False,
-            shape=parameter.shape,
-            stride=parameter.stride(),
-        )
+        rows, mesh = rows.to(device=device, dtype=parameter.dtype, copy=True), sharded.device_mesh
+        size, stride = parameter.shape, parameter.stride()
+        whole = DTensor.from_local(rows, mesh, sharded.placements, run_check=False, shape=size, stride=stride)
         filled = nn.Parameter(whole, requires_grad=parameter.requires_grad)
         state.update((name, filled) for name, _ in spots)
     model.load_state_dict(state, strict=False, assign=True)

@@ -16,18 +16,10 @@ from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.core.files import read_json_object
 from selfcal_lightning.core.plan import Plan
 from selfcal_lightning.models import folders, quantization
+from selfcal_lightning.models import lora as adapters
 from selfcal_lightning.models.activated import Contexts, ask, check_two_passes, read_contexts
 from selfcal_lightning.models.causal_lm import Confidence, exclude_cudnn, forward_arguments, load_causal_lm
 from selfcal_lightning.models.chat_format import ChatFormat, load_tokenizer
-from selfcal_lightning.models.lora import (
-    FIRST,
-    LoraSettings,
-    add_lora,
-    attach_lora,
-    merge_adapter,
-    read_adapter_state,
-    save_adapter,
-)
 from selfcal_lightning.models.outputs import ModelOutputs, run_outputs
 from selfcal_lightning.models.packing import check_packed_equals_separate, runs_packed_rows
 from selfcal_lightning.models.sharded_loading import check_architecture
@@ -54,7 +46,7 @@ AUXILIARY_PREFIX = "auxiliary_"  # of an adapter's name in PEFT, so that it is n
 
 def adapter_name(name: str | None) -> str:
     """Return the PEFT name of an auxiliary adapter; None is the main one."""
-    return FIRST if name is None else f"{AUXILIARY_PREFIX}{name}"
+    return adapters.FIRST if name is None else f"{AUXILIARY_PREFIX}{name}"
 
 
 class CalibratedModel(ScoringModule, ABC):
@@ -78,7 +70,7 @@ class CalibratedModel(ScoringModule, ABC):
         self._packing_is_checked = False
 
     @property
-    def lora(self) -> LoraSettings | None:
+    def lora(self) -> adapters.LoraSettings | None:
         return self.adapter.lora
 
     def check_support(self, trainer: Trainer | None = None) -> None:
@@ -111,14 +103,10 @@ class CalibratedModel(ScoringModule, ABC):
         self.check_support(trainer)
         trains, strategy = verb == "fit", trainer.strategy
         device = strategy.root_device
+        shards = strategy.shards if isinstance(strategy, AdapterModelParallelStrategy) else 1
+        rows, number = self._row_sizes(data), 1 + len(self.auxiliary)
         memory = plan_memory(
-            self.adapter,
-            self.memory,
-            trains=trains,
-            device=device,
-            adapters=1 + len(self.auxiliary),
-            shards=strategy.shards if isinstance(strategy, AdapterModelParallelStrategy) else 1,
-            rows=self._row_sizes(data),
+            self.adapter, self.memory, trains=trains, device=device, adapters=number, shards=shards, rows=rows
         )
         # The base model reads a row once; the query of an activated adapter is a small part of it.
         passes = 1.5 if self.activated else 4.0 if self.memory.gradient_checkpointing else 3.0
@@ -126,11 +114,8 @@ class CalibratedModel(ScoringModule, ABC):
         lora, model = self.lora, self.base_model
         what = "all weights" if lora is None else f"LoRA of rank {lora.r} on {', '.join(lora.target_modules)}"
         others = f", with auxiliary {', '.join(self.auxiliary)}" if self.auxiliary else ""
-        return Plan(
-            model=(f"{model}, {what}{others}",),
-            memory=(memory,),
-            speed=() if speed is None else (speed.over(trainer.world_size),),
-        )
+        speeds = () if speed is None else (speed.over(trainer.world_size),)
+        return Plan(model=(f"{model}, {what}{others}",), memory=(memory,), speed=speeds)
 
     def _row_sizes(self, data: object) -> RowSizes | None:
         """Return the most tokens of a micro-batch; None if the data module sets no limit."""
@@ -172,9 +157,9 @@ class CalibratedModel(ScoringModule, ABC):
             if memory.gradient_checkpointing:
                 model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
                 model.enable_input_require_grads()
-            self.model = model if lora is None else attach_lora(model, lora, seed=seed)
+            self.model = model if lora is None else adapters.attach_lora(model, lora, seed=seed)
             for name in self.auxiliary:  # only with an adapter
-                add_lora(self.model, lora or LoraSettings(), adapter_name(name), seed=seed)
+                adapters.add_lora(self.model, lora or adapters.LoraSettings(), adapter_name(name), seed=seed)
             quantization.keep_quantized_gradients(self.model)
         # `from_pretrained` leaves eval mode, in which gradient checkpointing and dropout never run.
         self.model.train()
@@ -310,17 +295,19 @@ class ConfidenceModel(CalibratedModel):
             self.model.save_pretrained(folder, state_dict=own)
         else:
             query_ids = self.chat.query.suffix_ids if self.activated else None
-            save_adapter(self.model, folder, state=own, revision=self.revision, invocation_ids=query_ids)
+            adapters.save_adapter(self.model, folder, state=own, revision=self.revision, invocation_ids=query_ids)
         self.chat.tokenizer.save_pretrained(folder)
 
     def save_auxiliary(self, name: str, folder: Path) -> None:
         query_ids = self.chats[name].query.suffix_ids
-        save_adapter(self.model, folder, revision=self.revision, invocation_ids=query_ids, name=adapter_name(name))
+        adapters.save_adapter(
+            self.model, folder, revision=self.revision, invocation_ids=query_ids, name=adapter_name(name)
+        )
         self.chat.tokenizer.save_pretrained(folder)
 
     def merged(self) -> PreTrainedModel:
         """Return the model with its adapter merged. The module cannot be used afterwards."""
-        return self.model if self.lora is None else merge_adapter(self.model)
+        return self.model if self.lora is None else adapters.merge_adapter(self.model)
 
     def confidence_origin(self) -> dict[str, Any]:
         lora, bits = self.hparams["lora"], self.memory.quantization
@@ -368,12 +355,8 @@ def load_exported(module: ConfidenceModel, folder: Path) -> None:
         check_base_model(manifest["base_model"], module.identity, module.base_model)
     config = read_json_object(folder / folders.ADAPTER_CONFIG, what="the configuration of an adapter")
     lora, query_ids = module.lora, folders.read_invocation_ids(str(folder))
-    theirs = {
-        "r": config["r"],
-        "alpha": config["lora_alpha"],
-        "target_modules": sorted(config["target_modules"]),
-        "activated": query_ids is not None,
-    }
+    theirs: dict[str, Any] = {"r": config["r"], "alpha": config["lora_alpha"], "activated": query_ids is not None}
+    theirs["target_modules"] = sorted(config["target_modules"])
     mine = None if lora is None else {name: getattr(lora, name) for name in theirs}
     if mine is not None:
         mine["target_modules"] = sorted(mine["target_modules"])
@@ -384,7 +367,7 @@ def load_exported(module: ConfidenceModel, folder: Path) -> None:
             f"`query` must be the one that the adapter in {folder} is active for, {list(query_ids)} in token ids, but "
             f"got {list(module.chat.query.suffix_ids)}."
         )
-    written = read_adapter_state(folder)
+    written = adapters.read_adapter_state(folder)
     # Auxiliary adapters are exported separately and score nothing here.
     trained = {
         name: value

@@ -27,18 +27,14 @@ INCIDENTAL = frozenset({"base_model", "revision", "attn_implementation", "gradie
 
 
 def check_base_model(
-    stored: Mapping[str, Any] | None,
-    identity: Mapping[str, Any],
-    base_model: str,
-    *,
-    kind: str = "SelfCalibrationModule",
+    stored: Mapping[str, Any] | None, identity: Mapping[str, Any], model: str, *, kind: str = "SelfCalibrationModule"
 ) -> None:
     if stored is None:
         raise InputError(f"This is no checkpoint of {kind}: it names no base model.")
     if not same_base_model(stored, identity):
         raise InputError(
             f"The checkpoint was trained on the base model {stored['model']!r} ({stored}), but `base_model` is "
-            f"{base_model!r} ({identity})."
+            f"{model!r} ({identity})."
         )
 
 

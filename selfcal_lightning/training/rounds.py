@@ -122,11 +122,7 @@ def make_probes(
 
 
 def check_adapter(
-    engine: Engine,
-    network: PreTrainedModel,
-    probes: Sequence[Probe],
-    *,
-    earlier: AbstractContextManager[Any] | None = None,
+    engine: Engine, network: PreTrainedModel, probes: Sequence[Probe], *, earlier: AbstractContextManager | None = None
 ) -> float:
     """Return the mean absolute difference of log-probability between the engine and the trainer's model, in nats."""
     if not probes:

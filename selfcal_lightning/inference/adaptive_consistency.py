@@ -192,10 +192,7 @@ class AdaptiveConsistency:
         bounds = np.array([self._bound(value) for value in vectorised.as_thresholds(grid)])
         votes = vectorised.votes_of(pool, weighted=self.criterion == "confidence_ratio", width=self.max_samples)
         scores, leaders = self._scores(votes)
-        fallback = leaders[:, -1] if leaders.shape[1] else np.full(len(leaders), vectorised.UNREADABLE)
-        return vectorised.outcome_at(
-            vectorised.first_crossing(scores, bounds), leaders, fallback=fallback, length=pool.length
-        )
+        return vectorised.outcome_at(vectorised.first_crossing(scores, bounds), leaders, length=pool.length)
 
     def _scores(self, votes: vectorised.Votes) -> tuple[Floats, Integers]:
         """Return the rule's score after every sample, -inf before it may stop, and the leader's code, both [Q, W]."""

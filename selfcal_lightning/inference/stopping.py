@@ -306,8 +306,7 @@ class CGES:
         leaders, posterior = np.full(shape, UNREADABLE, dtype=np.int64), np.full(shape, -np.inf)
         for column, (codes, value) in enumerate(self._walk(pool)):
             leaders[:, column], posterior[:, column] = codes, value
-        fallback = leaders[:, -1] if shape[1] else np.full(shape[0], UNREADABLE)
-        return outcome_at(first_crossing(posterior, thresholds), leaders, fallback=fallback, length=pool.length)
+        return outcome_at(first_crossing(posterior, thresholds), leaders, length=pool.length)
 
     def _walk(self, pool: PoolArrays) -> Iterator[tuple[Integers, Floats]]:
         """Yield, after each sample, the leader's code [Q] (-1 without votes) and its posterior [Q] (-inf without)."""

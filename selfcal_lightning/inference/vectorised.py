@@ -319,10 +319,12 @@ def first_crossing(scores: Floats, grid: Sequence[float] | Floats | Integers) ->
 
 
 def outcome_at(
-    crossing: Integers, answer: NDArray[np.integer], *, fallback: NDArray[np.integer], length: Integers
+    crossing: Integers, answer: NDArray[np.integer], *, fallback: NDArray[np.integer] | None = None, length: Integers
 ) -> CurveOutcome:
-    """Return the outcome of a rule that fires at ``crossing``, with ``fallback`` where it never does."""
+    """Return the outcome of a rule that fires at ``crossing``; else ``fallback``, or the last answer, holds."""
     width = answer.shape[1]
+    if fallback is None:
+        fallback = answer[:, -1] if width else np.full(len(answer), UNREADABLE)
     table = np.concatenate([answer, fallback[:, None]], axis=1).astype(np.int32)
     fires = crossing < width
     chosen = table[np.arange(len(table)), crossing]

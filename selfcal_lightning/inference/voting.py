@@ -39,16 +39,17 @@ class _Vote(ABC):
 
     @abstractmethod
     def weights(self, confidence: Floats) -> Floats:
-        """Return the weights of a question's N >= 1 votes [N]."""
+        """Return the weights of N >= 1 votes [N, Q]; nan is no vote."""
 
-    @abstractmethod
     def leaders(self, votes: vectorised.Votes, budgets: Integers) -> Codes:
-        """Return the winners' codes at each budget [G, Q]; equal to what ``weights`` of the first votes gives."""
+        """Return the winners' codes at each budget [G, Q], by the weights of the first votes."""
+        scores = _scores(votes)
+        return _leaders_of(votes, budgets, lambda number: self.weights(scores[:number]))
 
     def weigh(self, samples: Sequence[Sample]) -> dict[str, float]:
         """Return the weight of each answer in order of first appearance."""
         cast = base.cast_votes(samples, self.confidence)
-        weights = self.weights(np.array([value for _, value in cast])).tolist() if cast else []
+        weights = self.weights(np.array([[value] for _, value in cast]))[:, 0].tolist() if cast else []
         return base.add_up((answer, weight) for (answer, _), weight in zip(cast, weights, strict=True))
 
     def solve(self, question: Question) -> base.Solving:
@@ -145,10 +146,6 @@ class CISC(_Vote):
         """Return the weights relative to the largest: none overflows, and the largest does not underflow."""
         return np.asarray(np.exp((confidence - np.fmax.reduce(confidence)) / self.temperature))
 
-    def leaders(self, votes: vectorised.Votes, budgets: Integers) -> Codes:
-        scores = _scores(votes)
-        return _leaders_of(votes, budgets, lambda number: self.weights(scores[:number]))
-
 
 MAX_POWER = 100.0
 
@@ -180,35 +177,28 @@ class BordaVoting(_Vote):
         super().__post_init__()
 
     def weights(self, confidence: Floats) -> Floats:
-        by_rank = np.argsort(-confidence, kind="stable")  # ties keep their order
-        points = np.empty(len(confidence), dtype=np.int64)
-        points[by_rank] = np.arange(len(confidence), 0, -1)
-        return np.array([float(number) ** self.power for number in points.tolist()])
+        return self._weights_of_first(confidence)(len(confidence))
 
     def leaders(self, votes: vectorised.Votes, budgets: Integers) -> Codes:
-        scores, admitted = _scores(votes), 0
-        points = np.zeros(scores.shape, dtype=np.int64)
-        # Python's power, as in `weights`: NumPy's may differ in the last bit and turn a tie.
+        return _leaders_of(votes, budgets, self._weights_of_first(_scores(votes)))
+
+    def _weights_of_first(self, scores: Floats) -> Callable[[int], Floats]:
+        """Return what gives the weights of the first n votes [n, Q] for n that only rises; nan is no vote."""
+        points, admitted = np.zeros(scores.shape, dtype=np.int64), 0
+        # Python's power: NumPy's may differ in the last bit between one question and many, and turn a tie.
         weight_of_points = np.array([float(number) ** self.power for number in range(len(scores) + 1)])
 
         def weights(number: int) -> Floats:
             nonlocal admitted
             for place in range(admitted, number):
-                _admit(scores, points, place)
+                # A vote has one point more than there are votes below it; it ranks above later equals.
+                earlier, new = scores[:place], scores[place]
+                points[:place] += earlier >= new
+                points[place] = 1 + np.count_nonzero(earlier < new, axis=0)
             admitted = number
             return np.asarray(weight_of_points[points[:number]])
 
-        return _leaders_of(votes, budgets, weights)
-
-
-def _admit(scores: Floats, points: Integers, number: int) -> None:
-    """Give sample ``number`` its points, and each earlier vote that ranks above it one more [W, Q]; nan is no vote.
-
-    A vote's points are N - rank + 1, one more than the number of votes below it; it ranks above later equals.
-    """
-    earlier, new = scores[:number], scores[number]
-    points[:number] += earlier >= new
-    points[number] = 1 + np.count_nonzero(earlier < new, axis=0)
+        return weights
 
 
 def _best(pool: vectorised.PoolArrays, grid: Sequence[int]) -> vectorised.CurveOutcome:
@@ -287,11 +277,7 @@ class StandardisedVoting(_Vote):
     confidence: str = "mean_logprob"
 
     def weights(self, confidence: Floats) -> Floats:
-        return np.asarray(masked_standardised_weights(confidence[:, None])[:, 0])
-
-    def leaders(self, votes: vectorised.Votes, budgets: Integers) -> Codes:
-        scores = _scores(votes)
-        return _leaders_of(votes, budgets, lambda number: masked_standardised_weights(scores[:number]))
+        return masked_standardised_weights(confidence)
 
 
 @dataclass(frozen=True)

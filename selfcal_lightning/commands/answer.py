@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from selfcal_lightning.confidence import live
 from selfcal_lightning.confidence.domain import calibrated_in_domain
+from selfcal_lightning.confidence.fusion import load_scorers
 from selfcal_lightning.confidence.registry import REWARDS
 from selfcal_lightning.confidence.splits import check_not_fitted_on
 from selfcal_lightning.core.errors import InputError, RunError
@@ -29,6 +30,7 @@ from selfcal_lightning.inference import answering, choices
 from selfcal_lightning.inference.driver import run_strategy
 from selfcal_lightning.inference.registry import SEARCHES
 from selfcal_lightning.inference.sources import EngineSource
+from selfcal_lightning.inference.thresholds import FittedThreshold
 from selfcal_lightning.models.chat_format import DEFAULT_QUERY, Prompt, put_prompt
 from selfcal_lightning.models.folders import resolve_model
 from selfcal_lightning.records import Question, Sample, SamplingSettings, Verdict
@@ -36,7 +38,6 @@ from selfcal_lightning.rewards.answering import check_live_rewards, check_search
 
 if TYPE_CHECKING:
     from selfcal_lightning.data.steps import StepStops
-    from selfcal_lightning.inference.thresholds import FittedThreshold
 
 
 @dataclass(frozen=True)
@@ -152,7 +153,8 @@ def answer_questions(
     taught = choices.CalibratedDefaults.of(model, options.adapter)
     sampling = taught.sampling_for(settings.sampling)
     check_can_draw(options, sampling)
-    known, fitted = choices.load_fitted_files(settings.scorers, settings.threshold_file)
+    known = load_scorers(settings.scorers)
+    fitted = None if settings.threshold_file is None else FittedThreshold.load(settings.threshold_file)
     probe = None if settings.probe is None else live.load_live_probe(settings.probe, model, settings.query, options)
     if probe is not None and fitted is not None:
         raise InputError(live.PROBE_AND_THRESHOLD)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from selfcal_lightning.confidence.base import P_TRUE
+from selfcal_lightning.confidence.fusion import load_scorers
 from selfcal_lightning.confidence.live import PROBE_AND_THRESHOLD, load_live_probe, open_live_probe
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.core.imports import check_installed
@@ -22,6 +23,7 @@ from selfcal_lightning.engines.opening import check_can_draw, check_engine, load
 from selfcal_lightning.engines.sampling.sampler import store_fingerprint
 from selfcal_lightning.engines.settings import EngineSettings
 from selfcal_lightning.inference import choices
+from selfcal_lightning.inference.thresholds import FittedThreshold
 from selfcal_lightning.models.folders import read_manifest, resolve_model
 from selfcal_lightning.serving.settings import Limits, ServiceSettings
 
@@ -158,7 +160,7 @@ def open_service(settings: ServiceSettings, *, folder: Path | None = None, key: 
         learnt = [] if folder is None else sorted(map(str, folder.glob("*.json")))
         probe = None if settings.probe is None else load_live_probe(settings.probe, model, settings.query, options)
         live = None if probe is None else open_live_probe(probe, lambda: desk.tokens, lambda name: desk.asked(name))
-        found = Calibration(tuple(choices.load_fitted_files([*given, *learnt], None)[0]), manifest, live)
+        found = Calibration(tuple(load_scorers([*given, *learnt])), manifest, live)
         if not is_closed:
             check_live(P_TRUE, found.of_samples)
         if fitted is not None:  # a scorer that was fitted again since is another one
@@ -166,7 +168,7 @@ def open_service(settings: ServiceSettings, *, folder: Path | None = None, key: 
         return found
 
     feedback = Feedback(folder)  # locks its file
-    fitted = choices.load_fitted_files((), settings.threshold_file)[1]
+    fitted = None if settings.threshold_file is None else FittedThreshold.load(settings.threshold_file)
     calibration = load()
     if fitted is not None and (wanted := fitted.fields["max_samples"]) > settings.limits.max_samples:
         raise InputError(

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from selfcal_lightning.confidence.base import P_TRUE
-from selfcal_lightning.confidence.fusion import FittedScorer, load_scorers
+from selfcal_lightning.confidence.fusion import FittedScorer
 from selfcal_lightning.confidence.live import LiveScorer
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.core.progress import say
@@ -54,12 +54,6 @@ def choose_strategy(
     if scorers and strategy.confidence is not None and fields.get("confidence") is None:
         return replace(strategy, confidence=scorers[-1].name)  # type: ignore[type-var]
     return strategy
-
-
-def load_fitted_files(
-    scorers: Sequence[str] | str, threshold_file: str | None
-) -> tuple[list[FittedScorer], FittedThreshold | None]:
-    return load_scorers(scorers), None if threshold_file is None else FittedThreshold.load(threshold_file)
 
 
 def check_sampled_alike(

@@ -15,7 +15,7 @@ from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.data.pools.recorded import RecordedPool
 from selfcal_lightning.inference.registry import ORACLES, STRATEGIES, make_strategy, setting_names, unknown_strategy
 from selfcal_lightning.inference.stopping import CGES, fit_evidence
-from selfcal_lightning.inference.thresholds import THRESHOLDS, GridOutcome, GridSums, as_gridded, grid_of, grid_outcome
+from selfcal_lightning.inference.thresholds import THRESHOLDS, GridOutcome, as_gridded, grid_of, grid_outcome
 from selfcal_lightning.inference.vectorised import NUM_RESHUFFLES, SEED, GridStrategy, Orders, PoolArrays, right_codes
 from selfcal_lightning.inference.voting import CISC
 from selfcal_lightning.metrics.arrays import Floats
@@ -54,23 +54,15 @@ class Reshuffles:
             name: plain if name is None else plain.with_confidence(entries, name, query_tokens=costs.get(name, 0))
             for name in dict.fromkeys(confidences)
         }
-        self._orders = Orders(next(iter(self._arrays.values())).length, width, num_reshuffles, seed)
+        self.orders = Orders(next(iter(self._arrays.values())).length, width, num_reshuffles, seed)
         self._has_lengths = pool.has_lengths
-
-    @property
-    def width(self) -> int:
-        return self._orders.width
-
-    @property
-    def num_orders(self) -> int:
-        return self._orders.num_orders
 
     def most_tokens(self, confidence: str | None) -> float | None:
         """Return the most that all samples of a question cost with a confidence; None where lengths are unknown."""
         return float(self._arrays[confidence].tokens.sum(axis=1).max()) if self._has_lengths else None
 
     def blocks(self) -> Iterator[Block]:
-        for block in self._orders.blocks():
+        for block in self.orders.blocks():
             order, questions = block.position, block.questions
             rows = np.arange(len(order))[:, None] % (questions.stop - questions.start) + questions.start
             common = next(iter(self._arrays.values())).in_orders(order, questions)
@@ -123,23 +115,22 @@ def check_pool(pool: RecordedPool, name: str, *, max_samples: int | None = None)
 def evaluate_jobs(
     reshuffles: Reshuffles, jobs: Sequence[Job], *, progress: Callable[[int], None] | None = None
 ) -> list[StrategyCurve]:
-    size = {"num_orders": reshuffles.num_orders, "width": reshuffles.width}
-    sums = [
-        GridSums(job.strategy, job.grid, reshuffles.num_questions, most_tokens=most, **size)
-        for job in jobs
-        for most in [reshuffles.most_tokens(job.strategy.confidence)]
-    ]
+    size = {"num_orders": reshuffles.orders.num_orders, "width": reshuffles.orders.width}
+    sums = []
+    for job in jobs:
+        most = reshuffles.most_tokens(job.strategy.confidence)
+        sums.append(GridOutcome.empty(job.grid, reshuffles.num_questions, most_tokens=most, **size))
     for block in reshuffles.blocks():
         for job, total in zip(jobs, sums, strict=True):
             name = job.strategy.confidence
             spent = None if block.spent is None else block.spent[name]
-            total.add(block.pools[name], block.right, spent, block.questions)
+            total.add(job.strategy, block.pools[name], block.right, spent, block.questions)
             if progress is not None:
                 progress(block.num_finished)
     curves = []
     for job, total in zip(jobs, sums, strict=True):
         reads, parameter = job.strategy.confidence, job.strategy.grid_parameter
-        curves.append(StrategyCurve(job.label, reads, parameter, total.outcome(), job.strategy, job.is_oracle))
+        curves.append(StrategyCurve(job.label, reads, parameter, total, job.strategy, job.is_oracle))
     return curves
 
 

@@ -174,7 +174,7 @@ class SideStrategies:
                 seed=settings.seed,
                 query_tokens=weighed.query_tokens,
             )
-        total = len(jobs) * reshuffles.num_orders
+        total = len(jobs) * reshuffles.orders.num_orders
         with Progress(total, label=f"Strategies on {name}, {self.side}", unit="orders of a strategy") as progress:
             return curves.evaluate_jobs(reshuffles, jobs, progress=progress.update)
 

@@ -65,6 +65,34 @@ class GridOutcome:
     sum_tokens: Numbers | None = field(default=None, repr=False)  # None if unknown or not requested
     num_orders: int = 1
 
+    @classmethod
+    def empty(
+        cls, grid: Sequence[float], num_questions: int, *, num_orders: int, width: int, most_tokens: float | None = None
+    ) -> GridOutcome:
+        """Return sums of nothing, to which orders are added."""
+        most = [num_orders, num_orders * width, None if most_tokens is None else num_orders * max(int(most_tokens), 1)]
+        shape = len(grid), num_questions
+        sums = [None if one is None else np.zeros(shape, dtype=np.min_scalar_type(one)) for one in most]
+        return cls(tuple(grid), *sums, num_orders)
+
+    def add(
+        self,
+        strategy: GridStrategy,
+        pool: PoolArrays,
+        right: NDArray[np.bool_],
+        spent: Floats | None = None,
+        questions: slice = slice(None),
+    ) -> None:
+        """Run the strategy on r orders of q questions, stacked, and add what comes of it, in place."""
+        outcome = curve_of(strategy, pool, self.grid)
+        rows = np.arange(outcome.answer.shape[1])
+        tokens = None if spent is None else spent[rows, outcome.used]
+        found = right[rows, outcome.answer], outcome.used, tokens
+        for sums, values in zip((self.sum_correct, self.sum_samples, self.sum_tokens), found, strict=True):
+            if sums is not None and values is not None:
+                part = sums[:, questions]
+                part += values.reshape(*part.shape[:1], -1, part.shape[1]).sum(1, dtype=np.float64).astype(part.dtype)
+
     @property
     def num_questions(self) -> int:
         return self.sum_correct.shape[1]
@@ -100,46 +128,6 @@ class GridOutcome:
         return None if (tokens := self.tokens) is None else tokens.mean(axis=1)
 
 
-class GridSums:
-    def __init__(
-        self,
-        strategy: GridStrategy,
-        grid: Sequence[float],
-        num_questions: int,
-        *,
-        num_orders: int,
-        width: int,
-        most_tokens: float | None = None,
-    ) -> None:
-        shape = len(grid), num_questions
-        self._strategy, self._grid, self._num_orders = strategy, tuple(grid), num_orders
-        self._correct = np.zeros(shape, dtype=np.min_scalar_type(num_orders))
-        self._samples = np.zeros(shape, dtype=np.min_scalar_type(num_orders * width))
-        self._tokens: Numbers | None = None
-        if most_tokens is not None:
-            self._tokens = np.zeros(shape, dtype=np.min_scalar_type(num_orders * max(int(most_tokens), 1)))
-
-    def add(
-        self, pool: PoolArrays, right: NDArray[np.bool_], spent: Floats | None, questions: slice = slice(None)
-    ) -> None:
-        """Run the strategy on r orders of q questions, stacked."""
-        outcome = curve_of(self._strategy, pool, self._grid)
-        rows = np.arange(outcome.answer.shape[1])
-        _add(self._correct[:, questions], right[rows, outcome.answer])
-        _add(self._samples[:, questions], outcome.used)
-        if self._tokens is not None and spent is not None:
-            _add(self._tokens[:, questions], spent[rows, outcome.used])
-
-    def outcome(self) -> GridOutcome:
-        return GridOutcome(self._grid, self._correct, self._samples, self._tokens, self._num_orders)
-
-
-def _add(sums: Numbers, values: np.ndarray) -> None:
-    """Add values [G, r * q] of r orders to sums [G, q], in place."""
-    num_settings, num_questions = sums.shape
-    sums += values.reshape(num_settings, -1, num_questions).sum(axis=1, dtype=np.float64).astype(sums.dtype)
-
-
 def grid_outcome(
     strategy: GridStrategy,
     pool: Sequence[QuestionSamples],
@@ -155,11 +143,11 @@ def grid_outcome(
     if width > fewest:
         raise InputError(f"Expected `grid` to ask for at most the {fewest} samples of every question, got {width}.")
     orders = Orders(arrays.length, width, num_reshuffles, seed)
-    sums = GridSums(strategy, grid, len(arrays.length), num_orders=orders.num_orders, width=width)
+    sums = GridOutcome.empty(grid, len(arrays.length), num_orders=orders.num_orders, width=width)
     for block in orders.blocks():
         ordered = arrays.in_orders(block.position, block.questions)
-        sums.add(ordered, right_codes(ordered.answer, ordered.correct), None, block.questions)
-    return sums.outcome()
+        sums.add(strategy, ordered, right_codes(ordered.answer, ordered.correct), questions=block.questions)
+    return sums
 
 
 def grid_of(
@@ -197,10 +185,6 @@ class CalibrationPool:
     entries: tuple[QuestionSamples, ...]
     scorers: tuple[FittedScorer, ...]
     fitted_on: FittedOn
-
-    @property
-    def num_samples(self) -> int:
-        return min(len(entry.samples) for entry in self.entries)
 
 
 def calibration_pool(
@@ -452,7 +436,7 @@ def _fitted(
         fields=fields_of(strategy),
         target=target,
         value=float(value),
-        num_samples=calibration.num_samples,
+        num_samples=min(len(entry.samples) for entry in calibration.entries),
         scorers=scorer_digests(strategy.confidence, calibration.scorers),
         fitted_on=calibration.fitted_on,
         **chosen,
@@ -468,7 +452,6 @@ def fit_risk_threshold(
     scorers: Sequence[FittedScorer] = (),
     guide: Sequence[QuestionSamples] | None = None,
     grid: Sequence[float] | None = None,
-    num_starts: int | None = None,
     procedure: Procedure = "fixed_sequence",
 ) -> FittedThreshold:
     """Choose, by Learn then Test, the confidence below which the strategy abstains."""
@@ -487,10 +470,10 @@ def fit_risk_threshold(
         thresholds = guided_grid(seen, lost, num_questions=len(pool), risk=risk)
     else:
         thresholds = np.linspace(1.0, 0.0, 101) if grid is None else np.asarray(grid, dtype=np.float64)
-    starts = num_starts or (10 if guide is None and grid is None else 1)
     certificate = certify_threshold(
-        confidence, wrong, thresholds, risk=risk, delta=delta, procedure=procedure, num_starts=starts
-    )
+        confidence, wrong, thresholds, risk=risk, delta=delta, procedure=procedure,
+        num_starts=10 if guide is None and grid is None else 1,
+    )  # fmt: skip
     if certificate.threshold is None:
         raise NoThresholdError(certificate)
     answered = certificate.num_answered

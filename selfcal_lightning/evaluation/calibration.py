@@ -18,11 +18,12 @@ from selfcal_lightning.confidence.base import P_TRUE
 from selfcal_lightning.core.files import write_atomically
 from selfcal_lightning.data.pools.recorded import RecordedPool
 from selfcal_lightning.evaluation import metrics, tables
-from selfcal_lightning.evaluation.curves import Reshuffles, powers_of_two
+from selfcal_lightning.evaluation.curves import Job, Reshuffles, evaluate_jobs, powers_of_two
 from selfcal_lightning.evaluation.figures import reliability_grid, save_figure
 from selfcal_lightning.evaluation.inputs import Inputs
-from selfcal_lightning.inference.vectorised import NUM_RESHUFFLES, SEED, leaders_at, votes_of
-from selfcal_lightning.metrics.arrays import PASS_AT_1, Floats, Integers
+from selfcal_lightning.inference.vectorised import NUM_RESHUFFLES, SEED
+from selfcal_lightning.inference.voting import SelfConsistency
+from selfcal_lightning.metrics.arrays import Floats
 from selfcal_lightning.metrics.bootstrap import Estimate, estimate_of, resample_weights
 from selfcal_lightning.metrics.calibration import ReliabilityBins, reliability_bins
 from selfcal_lightning.metrics.drawing import AFTER, BEFORE
@@ -57,7 +58,12 @@ def pool_keys(test: str, pools: Mapping[str, RecordedPool], name: str | None, *,
     for side, pool in pools.items():
         keys |= metrics.summary_keys(test, side, pool.entries, name=name)
         if name is None or not num_resamples:
-            keys |= _accuracy(test, side, pool.entries, num_resamples=num_resamples)
+            for entry in pool.entries:
+                if None in entry.verdicts:
+                    raise metrics.no_reference(entry.question.id)
+            shares = np.array([[sum(map(bool, entry.verdicts)) / len(entry.samples) for entry in pool.entries]])
+            weights = resample_weights(len(pool.entries), num_resamples=num_resamples)
+            keys |= metrics.estimate_keys(f"own.{test}.pass_at_1.{side}", estimate_of((shares @ weights)[0]))
             continue
         keys[f"own.{test}.ece_debiased.{side}"] = metrics.debiased_error(pool.entries, name)
         for metric, found in metrics.own_metrics(pool.entries, name, num_resamples=num_resamples).items():
@@ -70,15 +76,6 @@ def own_confidence(pools: Sequence[RecordedPool]) -> str | None:
     if all(any(metrics.has_confidence(entry, P_TRUE) for entry in pool.entries) for pool in pools):
         return P_TRUE
     return next(iter(metrics.shared_probabilities(pools)), None)
-
-
-def _accuracy(test: str, side: str, pool: Pool, *, num_resamples: int) -> dict[str, Any]:
-    for entry in pool:
-        if None in entry.verdicts:
-            raise metrics.no_reference(entry.question.id)
-    shares = np.array([[sum(map(bool, entry.verdicts)) / len(entry.samples) for entry in pool]])
-    found = estimate_of((shares @ resample_weights(len(pool), num_resamples=num_resamples))[0])
-    return metrics.estimate_keys(f"own.{test}.{metrics.SHORT_NAMES[PASS_AT_1]}.{side}", found)
 
 
 def _compare(
@@ -187,8 +184,7 @@ def _draw(axes: Axes, rows: Sequence[VoteRow]) -> None:
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.grid(True, color="#e4e4e4", linewidth=0.6)
     axes.set_axisbelow(True)
-    for edge in ("top", "right"):
-        axes.spines[edge].set_visible(False)
+    axes.spines[["top", "right"]].set_visible(False)
 
 
 def _cells(rows: Sequence[VoteRow], *, tight: bool = False) -> tuple[list[str], list[list[str]]]:
@@ -251,15 +247,6 @@ def compare_votes(
 
 def vote_hits(orders: Reshuffles, confidence: str, widths: Sequence[int]) -> dict[bool, Floats]:
     """Return how often the winner among the first k samples of a random order is right [widths, Q], by weighing."""
-    budgets: Integers = np.asarray(widths, dtype=np.int64)
-    sums = {is_weighted: np.zeros((len(budgets), orders.num_questions)) for is_weighted in (False, True)}
-    for block in orders.blocks():
-        rows = np.arange(len(block.right))
-        for is_weighted, total in sums.items():
-            votes = votes_of(block.pools[confidence if is_weighted else None], weighted=is_weighted)
-            # -1, no answer, takes the last column of `right`, which never is.
-            is_right = block.right[rows, leaders_at(votes, budgets)]
-            questions = block.questions
-            number = questions.stop - questions.start
-            total[:, questions] += is_right.reshape(len(budgets), -1, number).sum(axis=1)
-    return {is_weighted: total / orders.num_orders for is_weighted, total in sums.items()}
+    votes = (SelfConsistency(max(widths), name) for name in (None, confidence))
+    counted, weighted = evaluate_jobs(orders, [Job("votes", one, tuple(widths)) for one in votes])
+    return {False: counted.outcome.correct, True: weighted.outcome.correct}

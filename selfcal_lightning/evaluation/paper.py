@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 
 from selfcal_lightning.confidence.base import check_confidence
@@ -19,7 +20,7 @@ from selfcal_lightning.confidence.fusion import carried_confidences, is_probabil
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.core.files import write_atomically
 from selfcal_lightning.data.pools.recorded import RecordedPool
-from selfcal_lightning.evaluation.tables import csv_text, rich_table
+from selfcal_lightning.evaluation.tables import DASH, csv_text, rich_table
 from selfcal_lightning.inference.adaptive_consistency import AdaptiveConsistency
 from selfcal_lightning.inference.stopping import EarlyStopping, WindowStopping
 from selfcal_lightning.inference.vectorised import PoolArrays, right_codes
@@ -48,27 +49,34 @@ def paper_curves(pool: RecordedPool, confidence: str | None) -> list[PaperCurve]
     A window that never agrees falls back to the vote question by question. (The published code gives up the window, and
     all larger ones, for all questions as soon as one question has none.)
     """
-    arrays = PoolArrays.from_samples(_readable(pool), confidence=confidence)
+    readable = [replace(entry, samples=tuple(s for s in entry.samples if s.answer)) for entry in pool.entries]
+    if not (kept := [entry for entry in readable if entry.samples]):
+        raise InputError("Expected at least one readable response, but got none. Check the task of the pool.")
+    arrays = PoolArrays.from_samples(kept, confidence=confidence)
     longest = arrays.answer.shape[1]
     sizes = tuple(size for size in SIZES if size <= longest)
     windows = tuple(range(2, longest + 1))
-    runs: list[tuple[str, Any, Sequence[float]]] = []  # some strategies take whole numbers only
-    if confidence is not None:
-        stopping = EarlyStopping(max_samples=longest, confidence=confidence)
-        weighted = AdaptiveConsistency("confidence_ratio", max_samples=longest, confidence=confidence)
-        runs += [("Early stopping", stopping, THRESHOLDS), ("ASC w/ conf.", weighted, THRESHOLDS)]
-    runs += [
+    runs: list[tuple[str, Any, Sequence[float]]] = [  # some strategies take whole numbers only
         ("ASC", AdaptiveConsistency("count_ratio", max_samples=longest), THRESHOLDS),
         ("SC", SelfConsistency(longest), sizes),
     ]
     if confidence is not None:
-        runs.append(("SC w/ conf.", SelfConsistency(longest, confidence), sizes))
-        runs.append(("Best-of-n", BestOfN(longest, confidence), sizes))
-    runs += [
-        ("ESC", WindowStopping(max_samples=longest, mode="sliding"), windows),
-        (ORACLE, PassAtN(longest), sizes),
-    ]
-    return [_curve(method, strategy, arrays, grid) for method, strategy, grid in runs if grid]
+        stopping = EarlyStopping(max_samples=longest, confidence=confidence)
+        weighted = AdaptiveConsistency("confidence_ratio", max_samples=longest, confidence=confidence)
+        runs = [
+            ("Early stopping", stopping, THRESHOLDS), ("ASC w/ conf.", weighted, THRESHOLDS), *runs,
+            ("SC w/ conf.", SelfConsistency(longest, confidence), sizes),
+            ("Best-of-n", BestOfN(longest, confidence), sizes),
+        ]  # fmt: skip
+    runs.append(("ESC", WindowStopping(max_samples=longest, mode="sliding"), windows))
+    runs.append((ORACLE, PassAtN(longest), sizes))
+    right, rows, curves = right_codes(arrays.answer, arrays.correct), range(len(kept)), []
+    for method, strategy, grid in runs:
+        if grid:
+            outcome = strategy.curve(arrays, grid)
+            accuracy = right[rows, outcome.answer].mean(axis=1)
+            curves.append(PaperCurve(method, tuple(grid), accuracy, outcome.used.mean(axis=1)))
+    return curves
 
 
 def aggregation_csv(curves: Sequence[PaperCurve]) -> str:
@@ -86,39 +94,18 @@ def metric_csv(curves: Sequence[PaperCurve]) -> str:
     return csv_text(["X", *methods], rows)
 
 
-def metric_rows(curves: Sequence[PaperCurve]) -> dict[int, Mapping[str, float | None]]:
+def metric_rows(curves: Sequence[PaperCurve]) -> dict[int, dict[str, float | None]]:
     """Return, for each level X, each curve's accuracy in percent at its last point that uses X responses at most.
 
     A curve is read from its first point and left at the first one that uses more, so that one that is not monotone is
     cut short, as in the published tables, and percentages have two decimals. The oracle is not among them.
     """
-    return {level: {c.method: _last_within(c, level) for c in curves if c.method != ORACLE} for level in LEVELS}
-
-
-def _last_within(curve: PaperCurve, level: int) -> float | None:
-    found = None
-    for accuracy, used in zip(curve.accuracy, curve.used, strict=True):
-        if used > level:
-            break
-        found = round(100.0 * float(accuracy), 2)
-    return found
-
-
-def _readable(pool: RecordedPool) -> list:
-    """Return the questions with their readable responses only; those without any are left out."""
-    entries = [
-        replace(entry, samples=tuple(sample for sample in entry.samples if sample.answer)) for entry in pool.entries
-    ]
-    if not (kept := [entry for entry in entries if entry.samples]):
-        raise InputError("Expected at least one readable response, but got none. Check the task of the pool.")
-    return kept
-
-
-def _curve(method: str, strategy: Any, arrays: PoolArrays, grid: Sequence[float]) -> PaperCurve:
-    outcome = strategy.curve(arrays, grid)
-    right = right_codes(arrays.answer, arrays.correct)
-    rows = range(len(arrays.length))
-    return PaperCurve(method, tuple(grid), right[rows, outcome.answer].mean(axis=1), outcome.used.mean(axis=1))
+    rows: dict[int, dict[str, float | None]] = {level: {} for level in LEVELS}
+    for level, row in rows.items():
+        for curve in [one for one in curves if one.method != ORACLE]:
+            number = int(np.append(curve.used > level, True).argmax())  # of points before the first that uses more
+            row[curve.method] = round(100.0 * float(curve.accuracy[number - 1]), 2) if number else None
+    return rows
 
 
 def run_paper(
@@ -143,22 +130,14 @@ def run_paper(
     return found
 
 
-def check_one_confidence(confidences: Sequence[str] | None) -> None:
-    """Raise InputError where several confidences are named, or an empty list: the published protocol takes one."""
-    if confidences is not None and len(confidences) != 1:
-        raise InputError(f"Expected one of `confidences` for the published protocol, but got {list(confidences)}.")
-
-
 def _show(title: str, curves: Sequence[PaperCurve]) -> None:
     rows = metric_rows(curves)
     levels = [level for level in LEVELS if level == LEVELS[0] or level < 2 * max(curve.used[-1] for curve in curves)]
     heads = ["method", *(f"≤{level}" for level in levels), "last: accuracy %", "responses"]
     table = rich_table(heads, title=title, left=heads[:1])
     for curve in curves:
-        cells = ["–"] * len(levels)
-        if curve.method != ORACLE:
-            values = [rows[level][curve.method] for level in levels]
-            cells = ["–" if value is None else f"{value:.2f}" for value in values]
+        values = (rows[level].get(curve.method) for level in levels)
+        cells = [DASH if value is None else f"{value:.2f}" for value in values]
         table.add_row(curve.method, *cells, f"{100.0 * curve.accuracy[-1]:.2f}", f"{curve.used[-1]:.2f}")
     console = Console()
     console.print(table)

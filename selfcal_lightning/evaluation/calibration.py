@@ -91,7 +91,7 @@ def _compare(
             scored = metrics.scored_responses(pool, name=name)
             diagrams[side][test] = reliability_bins(scored.confidence, scored.correct)
     save_figure(reliability_grid(diagrams), folder / "reliability.png", dpi=120)
-    rows = tables.comparison_rows(changes)
+    rows = [(test, changes[test][metric]) for metric in metrics.SHORT_NAMES for test in pairs]
     write_atomically(folder / "results.csv", tables.comparison_csv(rows).encode())
     console = Console()
     is_same = all(same_texts.get(test, False) for test in pairs)

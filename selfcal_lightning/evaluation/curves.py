@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from selfcal_lightning.confidence.base import confidence_of
 from selfcal_lightning.confidence.fusion import FusionTarget
-from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.core.errors import InputError, check_at_least
 from selfcal_lightning.data.pools.recorded import RecordedPool
 from selfcal_lightning.inference.registry import ORACLES, STRATEGIES, make_strategy, setting_names, unknown_strategy
 from selfcal_lightning.inference.stopping import CGES, fit_evidence
@@ -240,11 +240,8 @@ class StrategySettings:
                 raise InputError(f"Expected `{name}` to be different ones, but got {list(values)}.")
         if not self.thresholds or not all(0.0 <= value <= 1.0 for value in self.thresholds):
             raise InputError(f"Expected `thresholds` to lie in [0, 1], but got {list(self.thresholds)}.")
-        for name in ("num_reshuffles", "num_resamples"):
-            if getattr(self, name) < 0:
-                raise InputError(f"Expected `{name}` to be at least 0, but got {getattr(self, name)}.")
-        if self.max_samples is not None and self.max_samples < 1:
-            raise InputError(f"Expected `max_samples` to be None or at least 1, but got {self.max_samples}.")
+        check_at_least(0, num_reshuffles=self.num_reshuffles, num_resamples=self.num_resamples)
+        check_at_least(1, max_samples=1 if self.max_samples is None else self.max_samples)
         for name in ("budgets", "targets"):
             values = getattr(self, name)
             if values is not None and (not values or not all(isinstance(v, int) and v >= 1 for v in values)):

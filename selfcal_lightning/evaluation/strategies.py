@@ -190,16 +190,6 @@ class SideStrategies:
         return curves.tune(half.pool.entries, self._labels, names, max_samples=width, seed=seed)
 
 
-def confidence_findings(
-    side: str, scores: Sequence[ConfidenceScores], rows: Sequence[statistics.BudgetRow]
-) -> list[str]:
-    if not rows:
-        return []
-    budget = statistics.headline(sorted({row.budget for row in rows}))
-    here = [row for row in rows if (row.contender.side, row.budget) == (side, budget)]
-    return [_finding(side, one, budget, [r for r in here if r.contender.confidence == one.name]) for one in scores]
-
-
 def _finding(side: str, score: ConfidenceScores, budget: int, rows: Sequence[statistics.BudgetRow]) -> str:
     changes = [row for row in rows if row.change.value is not None]
     within = "unknown" if score.within_question_auroc is None else f"{score.within_question_auroc:.3f}"
@@ -264,7 +254,13 @@ def report_on(
         known = recorded_confidences(test.pools[side].pool.estimators)
         columns = zip(test.pools[side].confidences, table.values.T, strict=True)
         scores[side] = [score_confidence(name, v, table.correct, table.question, known) for name, v in columns]
-    findings = [text for side, rows in scores.items() for text in confidence_findings(side, rows, budgets)]
+    shown = statistics.headline([row.budget for row in budgets])
+    findings = []
+    for side, rows in scores.items():
+        here = [row for row in budgets if (row.contender.side, row.budget) == (side, shown)]
+        findings += [
+            _finding(side, one, shown, [r for r in here if r.contender.confidence == one.name]) for one in rows
+        ]
     for side, rows in scores.items():
         errors = [f"{row.ece_debiased:.3f} ({row.name})" for row in rows if row.ece_debiased is not None]
         if errors:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rich import box
@@ -73,12 +73,6 @@ def is_better(row: MetricChange) -> bool | None:
     if row.metric not in METRIC_NAMES or row.change.is_positive is None:
         return None
     return row.change.is_positive == METRIC_NAMES[row.metric][1]
-
-
-def comparison_rows(changes: Mapping[str, Mapping[str, MetricChange]]) -> list[tuple[str, MetricChange]]:
-    """Return (split, change), metric by metric, from ``{split: {metric: change}}``."""
-    metrics = dict.fromkeys(metric for by_metric in changes.values() for metric in by_metric)
-    return [(split, found[metric]) for metric in metrics for split, found in changes.items() if metric in found]
 
 
 def comparison_table(rows: Sequence[tuple[str, MetricChange]], *, title: str = "") -> Table:

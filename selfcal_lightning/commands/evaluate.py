@@ -10,25 +10,28 @@ from typing import Any, Literal
 
 from rich.console import Console
 
-from selfcal_lightning.confidence.fusion import FittedScorer, FusionTarget, load_scorers, save_scorers
-from selfcal_lightning.core.errors import InputError
-from selfcal_lightning.core.files import to_json, write_atomically
+from selfcal_lightning.confidence.base import STORED
+from selfcal_lightning.confidence.fusion import FUSED, FittedScorer, FusionTarget, load_scorers, save_scorers
+from selfcal_lightning.confidence.scaling import SCALER_KINDS
+from selfcal_lightning.core.errors import InputError, unknown_name
+from selfcal_lightning.core.files import check_results_folder, json_object_or_none, to_json, write_atomically
+from selfcal_lightning.core.plan import Place, Plan, check_places, merge_plans
 from selfcal_lightning.core.plugins import loaded_plugins
 from selfcal_lightning.core.progress import Stage, say
 from selfcal_lightning.data.pools.recorded import RecordedPool
 from selfcal_lightning.engines.settings import EngineSettings
 from selfcal_lightning.evaluation import inputs
-from selfcal_lightning.evaluation import plan as planning
 from selfcal_lightning.evaluation.calibration import compare_calibration, compare_votes
 from selfcal_lightning.evaluation.curves import THRESHOLDS, StrategySettings, known_labels, reads_texts
 from selfcal_lightning.evaluation.metrics import SIDES, verdict
 from selfcal_lightning.evaluation.outputs import report_json, show_briefly, show_strategies, write_strategies
 from selfcal_lightning.evaluation.page import REPORT, write_page
-from selfcal_lightning.evaluation.paper import check_one_confidence, run_paper
+from selfcal_lightning.evaluation.paper import run_paper
 from selfcal_lightning.evaluation.strategies import (
     SideStrategies,
     TrainingCost,
     calibrate_side,
+    check_budgets,
     prepare_test,
     report_on,
     run_strategies,
@@ -137,8 +140,8 @@ def run_evaluate(
     )  # fmt: skip
     given = load_scorers(scorers or [])
     chosen = {str(path): FittedThreshold.load(path) for path in fitted_thresholds or []}
-    if protocol == "paper":
-        check_one_confidence(confidences)
+    if protocol == "paper" and confidences is not None and len(confidences) != 1:
+        raise InputError(f"Expected one of `confidences` for the published protocol, but got {confidences}.")
     if protocol == "paper" or strategies == []:
         which = "the published protocol" if protocol == "paper" else "an empty list of `strategies`"
         _refuse(which, scorers=scorers, fitted_thresholds=fitted_thresholds)
@@ -153,7 +156,9 @@ def run_evaluate(
         if calibration_share is not None and not 0.0 < calibration_share < 1.0:
             raise InputError(f"Expected `calibration_share` to lie between 0 and 1, but got {calibration_share}.")
         sources = _sources(pools, task), _sources(calibration_pools or [], task)
-        plan = planning.plan_pools(*sources, folder)
+        inputs.check_pools(*sources)
+        read = ", ".join(f"{source.name}: {source.path}" for source in [*sources[0], *sources[1]])
+        plans = [Plan(model=(f"none; recorded pools are read ({read})",))]
     else:
         _refuse("models", calibration_pools=calibration_pools, calibration_share=calibration_share, task=task)
         engine.check_local()
@@ -166,13 +171,19 @@ def run_evaluate(
         options = inputs.SamplingOptions(num_samples, engine, sampling, prompt, query, devices, seed)
         sides = inputs.model_sides(before, after, model, adapter)
         sampled = inputs.ModelInputs(sides, tests or [], calibration, folder, options)
-        planning.check_sampled(sampled, settings, given, list(chosen.values()))
-        plan = planning.plan_models(sampled)
-    planning.check_evaluation_folder(folder)
+        _check_sampled(sampled, settings, given, list(chosen.values()))
+        plans = inputs.plan_models(sampled)
+    plan = merge_plans([*plans, Plan(places=(Place("tables, figures and results.json", str(folder)),))])
+    check_places(plan)
+    _check_folder(folder)
     if check:
         sys.stdout.write(f"selfcal evaluate: checked; nothing is sampled or written. The plan:\n{plan}\n")
         return {}
-    earlier = planning.open_evaluation_folder(folder, _plain(arguments))
+    folder.mkdir(parents=True, exist_ok=True)
+    # By its arguments a stopped evaluation is known.
+    write_atomically(folder / ARGUMENTS, to_json({"format": FORMAT, "version": 1, "arguments": _plain(arguments)}))
+    found = [path for pattern in WRITTEN for path in folder.glob(pattern) if path.is_file() and path.name != ARGUMENTS]
+    earlier = {path: path.stat().st_mtime_ns for path in found}
     replayed = reads_texts(settings.strategies)
     results: dict[str, Any] = {"settings": _plain(arguments) | _plain(vars(settings))}
     if pools is not None:
@@ -193,21 +204,66 @@ def run_evaluate(
             results |= compare_votes(asked, folder, **resampled)
         if strategies != []:
             results |= _run_strategies(asked, settings, given, chosen, folder, is_short=tables == "short")
-    write_atomically(folder / planning.RESULTS, to_json(results))
+    write_atomically(folder / RESULTS, to_json(results))
     systems = list(dict.fromkeys(name for pools in asked.tests.values() for name in pools))
     if len(systems) <= len(SIDES):
         title = f"Evaluation of {' and '.join(systems)}"
         with Stage("Writing the report"):
             write_page(folder / REPORT, asked.tests, results, title=title, sentences=verdict(results))
-    planning.remove_earlier(earlier)
+    for path, written in earlier.items():  # what was not replaced; fitted files may have been given to this evaluation
+        if path.stat().st_mtime_ns == written:
+            path.unlink()
     console = Console()
     for sentence in verdict(results):
         console.print(sentence, highlight=False, style="bold")
     first = [name for name in (REPORT, "results.md", "reliability.png", "strategies.md") if (folder / name).is_file()]
-    console.print(
-        f"All figures and tables are in {folder}; begin with {', '.join(first) or planning.RESULTS}.", highlight=False
-    )
+    console.print(f"All figures and tables are in {folder}; begin with {', '.join(first) or RESULTS}.", highlight=False)
     return results
+
+
+def _check_sampled(
+    models: inputs.ModelInputs,
+    settings: StrategySettings,
+    scorers: Sequence[FittedScorer],
+    thresholds: Sequence[FittedThreshold],
+) -> None:
+    """Refuse settings that samples of a model cannot serve."""
+    known = [*STORED, *(scorer.name for scorer in scorers)]
+    if models.calibration is not None:
+        known += [FUSED, *(f"{name}_{kind}" for name in STORED for kind in SCALER_KINDS)]
+    for name in settings.confidences or ():
+        if name not in known:
+            raise unknown_name("confidences", name, known)
+    drawn = models.options.num_samples
+    width = settings.max_samples or drawn
+    for fitted in thresholds:
+        if fitted.fields.get("max_samples", 0) > width:
+            budget = f"{fitted.fields['max_samples']}, the budget of {fitted.name!r}"
+            name = "num_samples" if settings.max_samples is None else "max_samples"
+            raise InputError(f"Expected `{name}` to be at least {budget}, but got {width}.")
+        if models.calibration is None:  # on calibration questions, those of the fit may be fitted again
+            fitted.check_scorers(scorers)
+    if width > drawn:
+        raise InputError(f"Expected `max_samples` to be at most {drawn}, the `num_samples` drawn, but got {width}.")
+    check_budgets(width, budgets=settings.budgets, targets=settings.targets)
+
+
+ARGUMENTS, RESULTS, FORMAT = "evaluation.json", "results.json", "selfcal_lightning.evaluation"
+# Everything that an evaluation writes, apart from stores of samples, which check themselves.
+WRITTEN = (
+    ARGUMENTS, RESULTS, REPORT, "results.csv", "results.md", "reliability.png", "votes.md", "votes.png",
+    "strategies.md", "curves.csv", "accuracy_*.png", "risk_coverage_*.png", "reliability_*.png", "fitted",
+    "paper/*/*/*.csv",
+)  # fmt: skip
+
+
+def _check_folder(folder: Path) -> None:
+    """Refuse a folder in which an evaluation would replace what is not of an earlier one."""
+    check_results_folder(folder, option="output_dir")
+    taken = sorted({path.name for pattern in WRITTEN for path in folder.glob(pattern)})
+    if taken and (json_object_or_none(folder / ARGUMENTS) or {}).get("format") != FORMAT:
+        other = f"{folder}, where {', '.join(taken[:3])} would be replaced and is something else"
+        raise InputError(f"Expected `output_dir` to be new, or to hold an earlier evaluation, but got {other}.")
 
 
 def _overlap_with_training(

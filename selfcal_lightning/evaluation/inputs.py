@@ -18,15 +18,16 @@ from selfcal_lightning.confidence.scoring_model import ModelSettings
 from selfcal_lightning.confidence.splits import check_disjoint, leading_ids
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.core.files import check_path_name
+from selfcal_lightning.core.plan import Plan
 from selfcal_lightning.core.progress import say
 from selfcal_lightning.data.pools.recorded import RecordedPool, check_place, load_recorded_pool, texts_digest
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.data.store.shards import question_digest
 from selfcal_lightning.data.tasks.base import Part
 from selfcal_lightning.data.tasks.registry import load_source
-from selfcal_lightning.engines.opening import load_chat, open_engine
-from selfcal_lightning.engines.sampling.running import GenerationSettings, sample_questions
-from selfcal_lightning.engines.settings import EngineSettings
+from selfcal_lightning.engines.opening import check_engine, load_chat, open_engine
+from selfcal_lightning.engines.sampling.running import GenerationSettings, plan_run, sample_questions
+from selfcal_lightning.engines.settings import EngineOptions, EngineSettings
 from selfcal_lightning.evaluation.metrics import SIDES
 from selfcal_lightning.metrics.discrimination import auroc
 from selfcal_lightning.models.chat_format import DEFAULT_QUERY, Prompt
@@ -132,6 +133,23 @@ class ModelInputs:
     calibration: TestSet | None
     folder: Path
     options: SamplingOptions
+
+
+def plan_models(models: ModelInputs) -> list[Plan]:
+    """Refuse models and test sets that do not exist, and return what will be sampled."""
+    check_names(models.tests)
+    named = [(test.name, test) for test in models.tests]
+    named += [] if models.calibration is None else [(CALIBRATION, models.calibration)]
+    plans = []
+    for side, model in models.sides.items():
+        if model.responses_of is not None:
+            check_engine(EngineOptions(adapter=model.adapter), model.model)
+            continue
+        for name, test in named:
+            settings = sampling_run(test, name, model, models.folder / "samples" / side, models.options)
+            settings.check()
+            plans.append(plan_run(settings))
+    return plans
 
 
 @dataclass(frozen=True)

@@ -119,7 +119,7 @@ def _write(
     for test in dict.fromkeys(test for found in pools.values() for test in found):
         shared = _shared(test, {name: found[test] for name, found in pools.items() if test in found})
         if not any(None in entry.verdicts for pool in shared.values() for entry in pool.entries):
-            results |= pool_keys(test, shared, own_confidence(list(shared.values())), num_resamples=1000)
+            results |= pool_keys(test, shared, own_confidence(list(shared.values())), num_resamples=1000)[0]
         tests[test] = shared
     sentences, title = verdict(results), " and ".join(places.values())
     write_page(

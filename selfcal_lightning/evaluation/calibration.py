@@ -24,12 +24,9 @@ from selfcal_lightning.evaluation.inputs import Inputs
 from selfcal_lightning.inference.vectorised import NUM_RESHUFFLES, SEED
 from selfcal_lightning.inference.voting import SelfConsistency
 from selfcal_lightning.metrics.arrays import Floats
-from selfcal_lightning.metrics.bootstrap import Estimate, estimate_of, resample_weights
+from selfcal_lightning.metrics.bootstrap import Estimate, MetricChange, estimate_of, resample_weights
 from selfcal_lightning.metrics.calibration import ReliabilityBins, reliability_bins
 from selfcal_lightning.metrics.drawing import AFTER, BEFORE
-from selfcal_lightning.records import QuestionSamples
-
-Pool = Sequence[QuestionSamples]
 
 
 def compare_calibration(inputs: Inputs, folder: Path, *, num_resamples: int) -> dict[str, Any]:
@@ -38,22 +35,56 @@ def compare_calibration(inputs: Inputs, folder: Path, *, num_resamples: int) -> 
     With one side its metrics stand alone. Without any own confidence there is nothing to compare: only counts remain.
     """
     keys: dict[str, Any] = {}
-    pairs: dict[str, tuple[list[Pool], str]] = {}
+    changes: dict[str, dict[str, MetricChange]] = {}
+    names = {test: own_confidence(list(sides.values())) for test, sides in inputs.tests.items()}
     for test, sides in inputs.tests.items():
-        name = own_confidence(list(sides.values()))
-        if len(sides) == len(metrics.SIDES) and name is not None and num_resamples:
-            pairs[test] = [pool.entries for pool in sides.values()], name
-            continue
-        keys |= pool_keys(test, sides, name, num_resamples=num_resamples)
-    return keys | (_compare(pairs, inputs.same_texts, folder, num_resamples=num_resamples) if pairs else {})
+        found, changed = pool_keys(test, sides, names[test], num_resamples=num_resamples)
+        keys |= found
+        changes |= {test: changed} if changed else {}
+    if not changes:
+        return keys
+    diagrams: dict[str, dict[str, ReliabilityBins]] = {side: {} for side in metrics.SIDES}
+    for test in changes:
+        for side, pool in zip(metrics.SIDES, inputs.tests[test].values(), strict=True):
+            scored = metrics.scored_responses(pool.entries, name=str(names[test]))
+            diagrams[side][test] = reliability_bins(scored.confidence, scored.correct)
+    save_figure(reliability_grid(diagrams), folder / "reliability.png", dpi=120)
+    rows = [(test, changes[test][metric]) for metric in metrics.SHORT_NAMES for test in changes]
+    write_atomically(folder / "results.csv", tables.comparison_csv(rows).encode())
+    console = Console()
+    is_same = all(inputs.same_texts.get(test, False) for test in changes)
+    on = "The same responses, scored by both" if is_same else "Each model on its own samples"
+    console.print(tables.comparison_table(rows, title=f"{on}; 95 % bootstrap over questions"))
+    lines: list[str] = []
+    for test in changes:
+        errors = " -> ".join(f"{keys[f'own.{test}.ece_debiased.{side}']:.3f}" for side in metrics.SIDES)
+        pools = inputs.tests[test].values()
+        before, after = (metrics.summarise(pool.entries, name=names[test]) for pool in pools)
+        sampled = (
+            f"{test}: {before.num_questions} questions, {before.num_responses} + {after.num_responses} responses; "
+            f"mean {before.confidence} {before.mean_confidence:.3f} -> {after.mean_confidence:.3f}; "
+            f"unreadable {before.unreadable:.1%} -> {after.unreadable:.1%} (counted as wrong); "
+            f"left out for lack of a confidence {before.without_confidence} + {after.without_confidence}"
+        )
+        lines += [sampled, f"{test}: ECE less what chance adds to it: {errors}"]
+        if any(one.unreadable or one.without_confidence for one in (before, after)):
+            console.print(sampled, highlight=False)
+    text = "\n".join([tables.comparison_markdown(rows), "", *(f"- {line}" for line in lines), ""])
+    write_atomically(folder / "results.md", text.encode())
+    return keys
 
 
-def pool_keys(test: str, pools: Mapping[str, RecordedPool], name: str | None, *, num_resamples: int) -> dict[str, Any]:
-    """Return the keys of one test set: the comparison of two systems by the confidence ``name``, or of one alone."""
+def pool_keys(
+    test: str, pools: Mapping[str, RecordedPool], name: str | None, *, num_resamples: int
+) -> tuple[dict[str, Any], dict[str, MetricChange]]:
+    """Return the keys of one test set by the confidence ``name``, and what changed from the first system to the second.
+
+    Without a second system, resamples or a confidence, nothing is compared: each system stands alone.
+    """
     if len(pools) == len(metrics.SIDES) and name is not None and num_resamples:
         pair = [pool.entries for pool in pools.values()]
         changes = metrics.compare_pools(*pair, name=name, num_resamples=num_resamples)
-        return metrics.result_keys(test, changes, pair, name=name)
+        return metrics.result_keys(test, changes, pair, name=name), changes
     keys: dict[str, Any] = {}
     for side, pool in pools.items():
         keys |= metrics.summary_keys(test, side, pool.entries, name=name)
@@ -68,7 +99,7 @@ def pool_keys(test: str, pools: Mapping[str, RecordedPool], name: str | None, *,
         keys[f"own.{test}.ece_debiased.{side}"] = metrics.debiased_error(pool.entries, name)
         for metric, found in metrics.own_metrics(pool.entries, name, num_resamples=num_resamples).items():
             keys |= metrics.estimate_keys(f"own.{test}.{metrics.SHORT_NAMES[metric]}.{side}", found)
-    return keys
+    return keys, {}
 
 
 def own_confidence(pools: Sequence[RecordedPool]) -> str | None:
@@ -76,46 +107,6 @@ def own_confidence(pools: Sequence[RecordedPool]) -> str | None:
     if all(any(metrics.has_confidence(entry, P_TRUE) for entry in pool.entries) for pool in pools):
         return P_TRUE
     return next(iter(metrics.shared_probabilities(pools)), None)
-
-
-def _compare(
-    pairs: Mapping[str, tuple[list[Pool], str]], same_texts: Mapping[str, bool], folder: Path, *, num_resamples: int
-) -> dict[str, Any]:
-    changes = {
-        test: metrics.compare_pools(*pools, name=name, num_resamples=num_resamples)
-        for test, (pools, name) in pairs.items()
-    }
-    diagrams: dict[str, dict[str, ReliabilityBins]] = {side: {} for side in metrics.SIDES}
-    for test, (pools, name) in pairs.items():
-        for side, pool in zip(metrics.SIDES, pools, strict=True):
-            scored = metrics.scored_responses(pool, name=name)
-            diagrams[side][test] = reliability_bins(scored.confidence, scored.correct)
-    save_figure(reliability_grid(diagrams), folder / "reliability.png", dpi=120)
-    rows = [(test, changes[test][metric]) for metric in metrics.SHORT_NAMES for test in pairs]
-    write_atomically(folder / "results.csv", tables.comparison_csv(rows).encode())
-    console = Console()
-    is_same = all(same_texts.get(test, False) for test in pairs)
-    on = "The same responses, scored by both" if is_same else "Each model on its own samples"
-    console.print(tables.comparison_table(rows, title=f"{on}; 95 % bootstrap over questions"))
-    keys: dict[str, Any] = {}
-    lines: list[str] = []
-    for test, (pools, name) in pairs.items():
-        found = metrics.result_keys(test, changes[test], pools, name=name)
-        errors = " -> ".join(f"{found[f'own.{test}.ece_debiased.{side}']:.3f}" for side in metrics.SIDES)
-        before, after = (metrics.summarise(pool, name=name) for pool in pools)
-        sampled = (
-            f"{test}: {before.num_questions} questions, {before.num_responses} + {after.num_responses} responses; "
-            f"mean {before.confidence} {before.mean_confidence:.3f} -> {after.mean_confidence:.3f}; "
-            f"unreadable {before.unreadable:.1%} -> {after.unreadable:.1%} (counted as wrong); "
-            f"left out for lack of a confidence {before.without_confidence} + {after.without_confidence}"
-        )
-        lines += [sampled, f"{test}: ECE less what chance adds to it: {errors}"]
-        if any(one.unreadable or one.without_confidence for one in (before, after)):
-            console.print(sampled, highlight=False)
-        keys |= found
-    text = "\n".join([tables.comparison_markdown(rows), "", *(f"- {line}" for line in lines), ""])
-    write_atomically(folder / "results.md", text.encode())
-    return keys
 
 
 KEYS = {False: "votes", True: "weighted_votes"}

@@ -35,8 +35,7 @@ from selfcal_lightning.engines.sampling.plan import SamplePlan, check_plan_targe
 from selfcal_lightning.engines.settings import EngineSettings
 from selfcal_lightning.evaluation.figures import save_figure
 from selfcal_lightning.inference.answering import default_task, read_questions
-from selfcal_lightning.metrics.arrays import Floats, Integers
-from selfcal_lightning.metrics.bootstrap import resample_weights
+from selfcal_lightning.metrics.arrays import Floats
 from selfcal_lightning.metrics.capability import simulated_pass_at_k
 from selfcal_lightning.metrics.risk import Certificate, Procedure, certify_threshold
 
@@ -650,22 +649,13 @@ def run_allocate(
     plan.save(output)
     left = total - int(given.sum())
     note = f"\n{left:,} of the budget's {total:,} samples are not given: `maximum` is {maximum}." if left else ""
-    tell(describe_plan(given) + note, output)
-    return plan
-
-
-def describe_plan(given: Integers) -> str:
-    """Return how samples are shared.
-
-    Example:
-        >>> describe_plan(np.array([0, 3, 1]))
-        '4 samples for 2 of 3 questions: from 1 to 3 each, 1 get none'
-    """
     some = given[given > 0]
-    return (
+    tell(
         f"{given.sum():,} samples for {len(some):,} of {len(given):,} questions: from {some.min()} to {some.max()} "
-        f"each, {int((given == 0).sum()):,} get none"
+        f"each, {len(given) - len(some):,} get none{note}",
+        output,
     )
+    return plan
 
 
 MOST_SAMPLES = 1_000_000  # a budget above it is a mistake

@@ -28,7 +28,6 @@ from selfcal_lightning.engines.hidden_states import check_gives_hidden_states
 from selfcal_lightning.engines.opening import check_engine, weights_dtype
 from selfcal_lightning.engines.settings import EngineSettings
 from selfcal_lightning.inference import thresholds
-from selfcal_lightning.inference.base import Strategy
 from selfcal_lightning.inference.registry import check_can_answer, make_strategy
 from selfcal_lightning.inference.vectorised import NUM_RESHUFFLES, SEED
 from selfcal_lightning.metrics.risk import Procedure
@@ -309,31 +308,30 @@ def run_fit_threshold(
                 chosen, own, goal, value, grid, scorers=known, num_reshuffles=num_reshuffles, seed=seed
             )
         else:
-            fitted = _fit_risk(
-                chosen, own, risk=float(risk or 0.0), delta=delta, scorers=known,
-                guide=guide if grid is None else None, grid=grid, procedure=procedure,
-            )  # fmt: skip
+            guide = guide if grid is None else None
+            try:
+                fitted = thresholds.fit_risk_threshold(
+                    chosen, own, risk=float(risk or 0.0), delta=delta, scorers=known, guide=guide, grid=grid,
+                    procedure=procedure,
+                )  # fmt: skip
+            except thresholds.NoThresholdError as error:
+                is_named = guide is not None or grid is not None
+                start = "name others by `grid`" if is_named else "let the first half suggest some (`use_all` false)"
+                ways = {
+                    "questions": "Sample more calibration questions, or raise `risk` or `delta`.",
+                    "start": f"Raise `risk`, or {start}.",
+                    "grid": "Name lower thresholds by `grid`, or let the first half suggest some (`use_all` false, no "
+                    "`grid`).",
+                    "ranking": "Raise `risk`, or read a `confidence` that ranks questions better (`selfcal "
+                    "fit-confidence`).",
+                }
+                way_out = ways[error.certificate.shortfall or "ranking"]
+                raise InputError(f"Expected a threshold to write, but got none. {error} {way_out}") from error
     fitted = replace(fitted, sampled_by=read.sampled_by)
     fitted.save(output)
     numbers = ", ".join(f"{key} {value:.4g}" for key, value in fitted.achieved.items())
     tell(f"{fitted.message}\nOn the calibration questions: {numbers}.\n{fitted.promise}", output)
     return fitted
-
-
-def _fit_risk(strategy: Strategy, pool: Sequence[QuestionSamples], **options: Any) -> thresholds.FittedThreshold:
-    try:
-        return thresholds.fit_risk_threshold(strategy, pool, **options)
-    except thresholds.NoThresholdError as error:
-        has_guide = options["guide"] is not None or options["grid"] is not None
-        other_start = "name others by `grid`" if has_guide else "let the first half suggest some (`use_all` false)"
-        ways = {
-            "questions": "Sample more calibration questions, or raise `risk` or `delta`.",
-            "start": f"Raise `risk`, or {other_start}.",
-            "grid": "Name lower thresholds by `grid`, or let the first half suggest some (`use_all` false, no `grid`).",
-            "ranking": "Raise `risk`, or read a `confidence` that ranks questions better (`selfcal fit-confidence`).",
-        }
-        way_out = ways[error.certificate.shortfall or "ranking"]
-        raise InputError(f"Expected a threshold to write, but got none. {error} {way_out}") from error
 
 
 fit_confidence = run_fit_confidence

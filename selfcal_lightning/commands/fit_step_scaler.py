@@ -101,21 +101,16 @@ def run_fit_step_scaler(
     scaler = StepScaler(map_, target, reward_digest(reward), fitted_on, scores)
     reader.close()
     scaler.save(Path(output))
-    tell(describe_step_scaler(scaler), output)
-    return scaler
-
-
-def describe_step_scaler(scaler: StepScaler) -> str:
-    fitted = scaler.fitted_on
     lines = [
-        f"{scaler.map.kind} scaling of step scores to the target {scaler.target!r}, fitted on {fitted.num_responses} "
-        f"responses to {fitted.num_questions} questions ({fitted.num_left_out} left out)",
+        f"{map_.kind} scaling of step scores to the target {target!r}, fitted on {fitted_on.num_responses} "
+        f"responses to {fitted_on.num_questions} questions ({fitted_on.num_left_out} left out)",
         f"{'':<18}{'steps':>7}{'Brier':>8}{'ECE':>8}{'bias':>8}",
     ]
-    for name, values in scaler.scores.items():
+    for name, values in scores.items():
         shown = "".join(f"{values[key]:>8.3f}" for key in (STEP_BRIER, STEP_ECE, STEP_BIAS))
         lines.append(f"{name:<18}{int(values[PREFIXES]):>7}{shown}")
-    return "\n".join(lines)
+    tell("\n".join(lines), output)
+    return scaler
 
 
 def _worth(rows: StepRows, map_: ScalerMap) -> dict[str, dict[str, float]]:

@@ -72,11 +72,9 @@ def run_score(
         raise InputError(f"Expected either `store_dir`, or `pool` and `output`, but got {given or 'none of them'}.")
     if store_dir is not None:
         part = parse_shard(shard)
-        return score_store(
-            StoreScoring(
-                store_dir, names, settings, name, split, round, task, consistency_samples, part, overwrite, criteria
-            )
-        )
+        return score_store(StoreScoring(
+            store_dir, names, settings, name, split, round, task, consistency_samples, part, overwrite, criteria,
+        ))  # fmt: skip
     of_stores = {"split": (split, None), "round": (round, 0), "shard": (shard, "0/1")}
     for option, (value, unset) in of_stores.items():
         if value != unset:

@@ -164,22 +164,18 @@ def run_extract_steps(
         steps = key_steps.write_key_steps(chosen, described, found)
     if failures:
         raise RequestsFailedError(failures)
-    sys.stdout.write(describe_steps(steps))
-    return steps
-
-
-def describe_steps(steps: key_steps.KeySteps) -> str:
     rates = steps.rates
-    total = rates["responses"] or 1
+    share = rates["with_steps"] / (rates["responses"] or 1)
     without = ", ".join(f"{number:,} {reason}" for reason, number in rates["without_steps"].items()) or "none"
-    return (
-        f"{rates['with_steps']:,} of {rates['responses']:,} responses have key steps "
-        f"({rates['with_steps'] / total:.1%}), {rates['repaired']:,} of them after a second request.\n"
+    sys.stdout.write(
+        f"{rates['with_steps']:,} of {rates['responses']:,} responses have key steps ({share:.1%}), "
+        f"{rates['repaired']:,} of them after a second request.\n"
         f"Without: {without}.\n"
         f"{rates['steps']:,} steps in {rates['forms']:,} forms; left out: {rates['ungrounded_forms']:,} forms with a "
         f"number that the response lacks, {rates['leaking_forms']:,} that are the answer.\n"
         f"{rates['true_steps']:,} of {rates['checked_steps']:,} steps with arithmetic are true.\n"
     )
+    return steps
 
 
 def run_export_rl(

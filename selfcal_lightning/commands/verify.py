@@ -8,7 +8,7 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 
 from selfcal_lightning.confidence import judging
-from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.core.errors import InputError, check_at_least
 from selfcal_lightning.core.progress import say
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.data.tasks.base import verifier_form
@@ -70,8 +70,7 @@ def run_verify(
         max_new_tokens: Maximum length of a reply in tokens; a model that reasons needs many.
         overwrite: Replaces verdicts of another model under the same name.
     """
-    if max_new_tokens < 1:
-        raise InputError(f"Expected `max_new_tokens` to be at least 1, but got {max_new_tokens}.")
+    check_at_least(1, max_new_tokens=max_new_tokens)
     judging.KeptVerdicts(store_dir, name)  # refuses a bad name before the work
     tasks = sorted(one for one in set(SampleStore(store_dir).index(split=split).task.tolist()) if task in (None, one))
     if not any(verifier_form(get_task(one)) for one in tasks):

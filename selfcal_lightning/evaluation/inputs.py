@@ -81,18 +81,13 @@ def score_again(
     model = ModelSettings(side.model, options.query, options.engine.of(adapter=side.adapter))
     score_store(StoreScoring(str(store), (P_TRUE,), model, name=name, split=split))
     pool = load_recorded_pool(store, split=split, confidences=[name], texts=texts, token_ids=token_ids)
-    entries = tuple(
-        replace(entry, samples=tuple(_with_p_true(sample, name) for sample in entry.samples)) for entry in pool.entries
-    )
-    return replace(pool, entries=entries)
 
+    def again(sample: Sample) -> Sample:
+        known = {P_TRUE if one == name else one: v for one, v in sample.confidences.items() if one != P_TRUE}
+        return replace(sample, yes_mass=None, no_mass=None, confidences=known)
 
-def _with_p_true(sample: Sample, name: str) -> Sample:
-    """Return the sample with its confidence ``name`` as its P(True), and no other one."""
-    others = {known: value for known, value in sample.confidences.items() if known not in (name, P_TRUE)}
-    value = sample.confidences.get(name)
-    own = {} if value is None else {P_TRUE: value}
-    return replace(sample, yes_mass=None, no_mass=None, confidences={**others, **own})
+    entries = (replace(entry, samples=tuple(map(again, entry.samples))) for entry in pool.entries)
+    return replace(pool, entries=tuple(entries))
 
 
 DISJOINT = "Give them different splits or files, or set some questions of one pool aside by `calibration_share`."

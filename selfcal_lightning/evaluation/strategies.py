@@ -67,10 +67,6 @@ class EvaluatedTest:
     width: int
     pools: Mapping[str, WeighedPool]
 
-    @property
-    def num_questions(self) -> int:
-        return len(next(iter(self.pools.values())).pool.entries)
-
 
 def prepare_test(
     name: str,
@@ -269,7 +265,7 @@ def report_on(
     return StrategyReport(
         test=test.name,
         width=test.width,
-        num_questions=test.num_questions,
+        num_questions=len(next(iter(test.pools.values())).pool.entries),
         unreadable={side: summarise(found.pool.entries, name=None).unreadable for side, found in test.pools.items()},
         confidences=scores,
         reliability={side: _reliability(weighed, tables[side]) for side, weighed in test.pools.items()},

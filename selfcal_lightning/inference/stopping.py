@@ -26,7 +26,7 @@ from selfcal_lightning.inference.vectorised import (
     votes_of,
 )
 from selfcal_lightning.metrics.arrays import Floats, Integers, check_positive
-from selfcal_lightning.records import Question, Sample, Verdict
+from selfcal_lightning.records import Question, Sample
 
 Fallback = Literal["weighted_vote", "best", "last"]
 
@@ -76,20 +76,17 @@ class EarlyStopping:
             for answer, value in base.cast_votes(drawn, self.confidence):
                 if value >= self.threshold:
                     return base.make_verdict(question, samples, answer, confidence=value, stopped_early=True)
-        return self._give_up(question, samples)
-
-    def _give_up(self, question: Question, samples: Sequence[Sample]) -> Verdict:
         votes = base.cast_votes(samples, self.confidence)
-        answer: str | None = None
+        leading: str | None = None
         if votes and self.fallback == "last":
-            answer = votes[-1][0]
+            leading = votes[-1][0]
         elif votes and self.fallback == "best":
-            answer = max(votes, key=itemgetter(1))[0]
+            leading = max(votes, key=itemgetter(1))[0]
         elif votes:
             base.check_weights(min(value for _, value in votes))
-            answer = base.leader(base.add_up(votes))
-        best = max((value for given, value in votes if given == answer), default=None)
-        return base.make_verdict(question, samples, answer, confidence=best, stopped_early=False)
+            leading = base.leader(base.add_up(votes))
+        best = max((value for given, value in votes if given == leading), default=None)
+        return base.make_verdict(question, samples, leading, confidence=best, stopped_early=False)
 
     def curve(self, pool: PoolArrays, grid: Sequence[float]) -> CurveOutcome:
         votes = votes_of(pool, weighted=True, width=self.max_samples)

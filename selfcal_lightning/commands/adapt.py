@@ -202,7 +202,4 @@ def _show(result: Mapping[str, Any], compared: Sequence[measures.SetComparison])
                 changes.add_row(heading, metric, *ends, format_estimate(change.difference, signed=True))
                 heading = ""
     console.print(changes)
-    rounds = rich_table(("round", *ROUND_COLUMNS), left=("round",))
-    for row in _round_rows(result):
-        rounds.add_row(*row)
-    console.print(rounds)
+    console.print(rich_table(("round", *ROUND_COLUMNS), _round_rows(result), left=("round",)))

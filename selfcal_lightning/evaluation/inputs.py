@@ -356,24 +356,12 @@ def check_names(tests: Sequence[TestSet]) -> None:
 def sampling_run(
     test: TestSet, name: str, model: ModelSide, store: Path, options: SamplingOptions
 ) -> GenerationSettings:
+    asked = {one: getattr(test, one) for one in ("split", "path", "part", "limit", "offset", "chain_of_thought")}
+    drawn = {one: getattr(options, one) for one in ("num_samples", "sampling", "seed", "query", "prompt")}
     return GenerationSettings(
-        model=resolve_model(model.model),
-        store_dir=str(store),
-        task=[test.task],
-        split=test.split,
-        path=test.path,
-        part=test.part,
-        limit=test.limit,
-        offset=test.offset,
-        store_split=name,
-        chain_of_thought=test.chain_of_thought,
-        num_samples=options.num_samples,
-        engine=options.engine.of(adapter=model.adapter),
-        sampling=options.sampling,
-        seed=options.seed,
-        query=options.query,
-        prompt=options.prompt,
-    )
+        model=resolve_model(model.model), store_dir=str(store), task=[test.task], store_split=name,
+        engine=options.engine.of(adapter=model.adapter), **asked, **drawn,
+    )  # fmt: skip
 
 
 def _same_questions(test: str, pools: Mapping[str, RecordedPool]) -> dict[str, RecordedPool]:

@@ -84,10 +84,8 @@ def report_json(report: StrategyReport) -> dict[str, Any]:
         "samples_per_question": report.width,
         "unreadable": dict(report.unreadable),
         "confidences": {side: [asdict(row) for row in rows] for side, rows in report.confidences.items()},
-        "budgets": [asdict(row) for row in report.budgets],
-        "savings": [asdict(row) for row in report.savings],
+        **{name: [asdict(row) for row in getattr(report, name)] for name in ("budgets", "savings", "break_even")},
         "consensus": [{k: v for k, v in asdict(row).items() if k != "curve"} for row in report.consensus],
-        "break_even": [asdict(row) for row in report.break_even],
         "findings": report.findings,
         "notes": report.notes,
     }
@@ -180,22 +178,19 @@ def consensus_table(rows: Sequence[statistics.ConsensusRow], scores: Mapping[str
     """Return how often near-unanimous winners are right, and what each confidence is worth on single responses."""
     above = f"> {rows[0].threshold:g}" if rows else ""
     heads = ["confidence", "AUROC", "within", "ECE", f"winners {above}", "of them right", "AURC"]
-    table = rich_table(heads, left=heads[:1], no_wrap=True)
-    for row in rows:
-        table.add_row(*_consensus_cells(row, scores))
-    return table
+    return rich_table(heads, (_consensus_cells(row, scores) for row in rows), left=heads[:1], no_wrap=True)
 
 
 def break_even_table(rows: Sequence[statistics.BreakEvenRow]) -> Table:
     """Return, for each target, who saves most on the calibration questions, and when the cost is earned back."""
     heads = ["as good as", "contender", "tokens saved a question", "questions"]
-    table = rich_table(heads, left=heads[:1], no_wrap=True)
+    lines = []
     for target, found in groupby(sorted(rows, key=lambda row: row.target), key=lambda row: row.target):
         best = max(found, key=lambda row: -math.inf if row.rank is None else row.rank)
         who = best.contender
         name = who.strategy + (f" by {who.confidence}" if who.confidence else "")
-        table.add_row(f"{target} votes", name, _tokens(best.saved), _questions(best))
-    return table
+        lines.append([f"{target} votes", name, _tokens(best.saved), _questions(best)])
+    return rich_table(heads, lines, left=heads[:1], no_wrap=True)
 
 
 def strategies_markdown(report: StrategyReport) -> str:
@@ -259,12 +254,11 @@ def _grouped(
     for key, row in rows:
         strategies = groups.setdefault(row.contender.confidence, {})
         strategies.setdefault(row.contender.strategy, {})[key] = row
-    table = rich_table(heads, title=title, left=heads[:1], no_wrap=True)
+    lines: list[Cells] = []
     for name, strategies in groups.items():
-        table.add_row(Text("by votes alone" if name is None else f"by {name}", style="bold"))
-        for strategy, at in strategies.items():
-            table.add_row(f"  {strategy}", *cells(at))
-    return table
+        lines.append([Text("by votes alone" if name is None else f"by {name}", style="bold")])
+        lines += [[f"  {strategy}", *cells(at)] for strategy, at in strategies.items()]
+    return rich_table(heads, lines, title=title, left=heads[:1], no_wrap=True)
 
 
 def _coloured(text: str, change: Estimate) -> Text:

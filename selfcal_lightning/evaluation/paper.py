@@ -134,11 +134,11 @@ def _show(title: str, curves: Sequence[PaperCurve]) -> None:
     rows = metric_rows(curves)
     levels = [level for level in LEVELS if level == LEVELS[0] or level < 2 * max(curve.used[-1] for curve in curves)]
     heads = ["method", *(f"≤{level}" for level in levels), "last: accuracy %", "responses"]
-    table = rich_table(heads, title=title, left=heads[:1])
+    lines = []
     for curve in curves:
         values = (rows[level].get(curve.method) for level in levels)
         cells = [DASH if value is None else f"{value:.2f}" for value in values]
-        table.add_row(curve.method, *cells, f"{100.0 * curve.accuracy[-1]:.2f}", f"{curve.used[-1]:.2f}")
+        lines.append([curve.method, *cells, f"{100.0 * curve.accuracy[-1]:.2f}", f"{curve.used[-1]:.2f}"])
     console = Console()
-    console.print(table)
+    console.print(rich_table(heads, lines, title=title, left=heads[:1]))
     console.print("Unreadable responses are dropped here as if they had cost nothing: for comparison only.\n")

@@ -28,12 +28,21 @@ STYLES = {True: "green", False: "red", None: ""}
 _HEADER = ("metric", "split", "before", "after", "change")
 
 
-def rich_table(heads: Sequence[str], *, title: str = "", left: Sequence[str] = (), no_wrap: bool = False) -> Table:
-    """Return an empty table for the terminal; the columns ``left`` hold words, and break no line with ``no_wrap``."""
+def rich_table(
+    heads: Sequence[str],
+    rows: Iterable[Sequence[str | Text]] = (),
+    *,
+    title: str = "",
+    left: Sequence[str] = (),
+    no_wrap: bool = False,
+) -> Table:
+    """Return cells as a table for the terminal; columns ``left`` hold words, and break no line with ``no_wrap``."""
     table = Table(title=title or None, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for name in heads:
         is_left = name in left
         table.add_column(name, justify="left" if is_left else "right", overflow="fold", no_wrap=no_wrap and is_left)
+    for row in rows:
+        table.add_row(*row)
     return table
 
 
@@ -77,15 +86,15 @@ def is_better(row: MetricChange) -> bool | None:
 
 def comparison_table(rows: Sequence[tuple[str, MetricChange]], *, title: str = "") -> Table:
     """Return the rows for the terminal, each on one line: green where better beyond its interval, red where worse."""
-    table = rich_table(_HEADER, title=title, left=_HEADER[:2])
+    lines: list[list[str | Text]] = []
     last_metric = None
     for split, row in rows:
-        is_first = row.metric != last_metric
+        label = metric_label(row.metric) if row.metric != last_metric else ""
         last_metric = row.metric
         before, after = (DASH if end.value is None else f"{end.value:.3f}" for end in (row.before, row.after))
         change = Text(format_estimate(row.change, signed=True), style=STYLES[is_better(row)])
-        table.add_row(metric_label(row.metric) if is_first else "", split, before, after, change)
-    return table
+        lines.append([label, split, before, after, change])
+    return rich_table(_HEADER, lines, title=title, left=_HEADER[:2])
 
 
 def comparison_markdown(rows: Sequence[tuple[str, MetricChange]]) -> str:

@@ -193,12 +193,7 @@ def _cells(rows: Sequence[VoteRow], *, tight: bool = False) -> tuple[list[str], 
 
 
 def compare_votes(
-    inputs: Inputs,
-    folder: Path,
-    *,
-    num_reshuffles: int = NUM_RESHUFFLES,
-    num_resamples: int = 1000,
-    seed: int = SEED,
+    inputs: Inputs, folder: Path, *, num_reshuffles: int = NUM_RESHUFFLES, num_resamples: int = 1000, seed: int = SEED
 ) -> dict[str, Any]:
     """Compare the votes of two sides by their own confidence, where both have one; print and write them."""
     keys: dict[str, Any] = {}

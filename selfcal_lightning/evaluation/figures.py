@@ -44,12 +44,7 @@ _LONG_HEADING = 34
 
 
 def reliability_diagram(
-    confidence: Array,
-    correct: Array,
-    *,
-    before: tuple[Array, Array] | None = None,
-    num_bins: int = 10,
-    title: str = "",
+    confidence: Array, correct: Array, *, before: tuple[Array, Array] | None = None, num_bins: int = 10, title: str = ""
 ) -> Figure:
     """Draw accuracy over confidence as bars, with a histogram of confidence beneath and ECE in the title."""
     figure = Figure(figsize=(4.2, 5.0), layout="constrained")
@@ -193,7 +188,14 @@ def accuracy_figure(rows: Sequence[Resampled], *, cost: Cost = "samples", title:
         line[0].set_ylabel("accuracy")
     for axes in grid[-1]:
         axes.set_xlabel(f"mean {cost} a question")
-    _legend(figure, [row.contender.strategy for row in drawn], has_reference=reference is not None)
+    handles = []
+    for strategy in dict.fromkeys(row.contender.strategy for row in drawn):
+        colour, style = LOOKS.get(strategy, _OTHER)
+        handles.append(Line2D([], [], color=colour, linestyle=style, label=strategy))
+    if reference is not None:
+        handles.append(Line2D([], [], color=_GREY, linewidth=3.2, alpha=0.6, label="self_consistency by votes alone"))
+    columns = max(1, min(len(handles), int(figure.get_size_inches()[0] // 1.9)))
+    figure.legend(handles=handles, loc="outside lower center", ncols=columns, fontsize=8, frameon=False)
     if title:
         figure.suptitle(title, fontsize=11)
     return figure
@@ -258,14 +260,3 @@ def _points(row: Resampled, cost: Cost) -> list[Floats]:
 
 def _cost(row: Resampled, cost: Cost) -> Floats | None:
     return row.curve.outcome.mean_samples if cost == "samples" else row.curve.outcome.mean_tokens
-
-
-def _legend(figure: Figure, strategies: Sequence[str], *, has_reference: bool) -> None:
-    handles = [
-        Line2D([], [], color=LOOKS.get(name, _OTHER)[0], linestyle=LOOKS.get(name, _OTHER)[1], label=name)
-        for name in dict.fromkeys(strategies)
-    ]
-    if has_reference:
-        handles.append(Line2D([], [], color=_GREY, linewidth=3.2, alpha=0.6, label="self_consistency by votes alone"))
-    columns = max(1, min(len(handles), int(figure.get_size_inches()[0] // 1.9)))
-    figure.legend(handles=handles, loc="outside lower center", ncols=columns, fontsize=8, frameon=False)

@@ -50,8 +50,8 @@ class PoolSummary:
 
 def scored_responses(pool: Sequence[QuestionSamples], *, name: str = P_TRUE) -> ScoredResponses:
     """Return confidence, verdict and question of each response that has the confidence ``name``."""
-    found = (confidence_of(sample, name) for entry in pool for sample in entry.samples)
-    confidence = np.fromiter((math.nan if value is None else value for value in found), dtype=np.float64)
+    found = [confidence_of(sample, name) for entry in pool for sample in entry.samples]
+    confidence = np.array(found, dtype=np.float64)  # None is nan
     is_there = ~np.isnan(confidence)
     if not is_there.any():
         raise InputError(f"Expected responses with the confidence {name!r}, but got none. {how_to_get(name)}")

@@ -31,11 +31,10 @@ THRESHOLD = "threshold"
 
 def save_thresholds(resampled: Sequence[Resampled], calibrated: Mapping[str, Calibrated], folder: Path) -> list[str]:
     """Write the thresholds that calibration questions chose at each budget; return the names of the files."""
-    halves = {side: found.second_half for side, found in calibrated.items()}
+    halves = {side: half for side, found in calibrated.items() if (half := found.second_half) is not None}
     questions = {  # checked already
         side: CalibrationPool(half.pool.entries, half.scorers, FittedOn.from_pool(half.pool.entries))
         for side, half in halves.items()
-        if half is not None
     }
     files = []
     for row in resampled:
@@ -50,7 +49,7 @@ def save_thresholds(resampled: Sequence[Resampled], calibrated: Mapping[str, Cal
             fitted = replace(
                 choose_threshold(row.curve.solver, questions[side], found, "budget", budget),
                 name=f"{row.contender.strategy}{weighted}_budget_{budget}",
-                sampled_by=None if (half := halves[side]) is None else half.pool.sampled_by,
+                sampled_by=halves[side].pool.sampled_by,
             )
             name = f"{side}/thresholds/{file_name(fitted.name)}.json"
             fitted.save(folder / name)

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from selfcal_lightning.confidence.base import confidence_of
-from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.core.errors import InputError, check_at_least
 from selfcal_lightning.data.tasks.judging import sample_tokens
 from selfcal_lightning.inference.base import Strategy, check_number, check_weights
 from selfcal_lightning.inference.sources import replay
@@ -54,19 +54,14 @@ class PoolArrays:
         width = max((len(entry.samples) for entry in pool), default=0)
         shape = len(pool), width
         answer = np.full(shape, UNREADABLE, dtype=np.int32)
-        values = np.full(shape, np.nan)
-        correct = np.zeros(shape, dtype=bool)
-        tokens = np.zeros(shape)
+        correct, tokens = np.zeros(shape, dtype=bool), np.zeros(shape)
         for row, entry in enumerate(pool):
-            codes: dict[str, int] = {}
-            for column, sample in enumerate(entry.samples):
-                cost = sample_tokens(sample, 0)
-                tokens[row, column] = np.nan if cost is None else cost
-                if sample.answer is None:
-                    continue
-                answer[row, column] = codes.setdefault(sample.answer, len(codes))
-                values[row, column] = 1.0
-                correct[row, column] = bool(sample.correct)
+            codes: dict[str | None, int] = {None: UNREADABLE}
+            width = len(entry.samples)
+            answer[row, :width] = [codes.setdefault(sample.answer, len(codes) - 1) for sample in entry.samples]
+            correct[row, :width] = [sample.answer is not None and bool(sample.correct) for sample in entry.samples]
+            tokens[row, :width] = np.array([sample_tokens(sample, 0) for sample in entry.samples], dtype=np.float64)
+        values = np.where(answer == UNREADABLE, np.nan, 1.0)
         length = np.array([len(entry.samples) for entry in pool], dtype=np.int64)
         ids, drawn = tuple(entry.question.id for entry in pool), Drawn(pool, np.arange(len(pool)))
         plain = cls(ids, length, answer, values, correct, tokens, drawn)
@@ -75,15 +70,12 @@ class PoolArrays:
     def with_confidence(self, pool: Sequence[QuestionSamples], confidence: str, *, query_tokens: int = 0) -> PoolArrays:
         """Add a confidence to arrays that :meth:`from_samples` built from ``pool`` without one."""
         samples = [sample for entry in pool for sample in entry.samples]
-        found = (confidence_of(sample, confidence) for sample in samples)
-        column = np.fromiter((np.nan if value is None else value for value in found), np.float64, len(samples))
         is_sample = np.arange(self.answer.shape[1]) < self.length[:, None]
         values, tokens = np.full(self.answer.shape, np.nan), self.tokens.copy()
-        values[is_sample] = column
+        values[is_sample] = np.array([confidence_of(sample, confidence) for sample in samples], dtype=np.float64)
         values[self.answer == UNREADABLE] = np.nan
         if query_tokens:
-            costs = (sample_tokens(sample, query_tokens) for sample in samples)
-            tokens[is_sample] = [np.nan if cost is None else cost for cost in costs]
+            tokens[is_sample] = np.array([sample_tokens(one, query_tokens) for one in samples], dtype=np.float64)
         drawn = None if self.drawn is None else replace(self.drawn, entries=pool)
         return replace(self, confidence=values, tokens=tokens, drawn=drawn)
 
@@ -157,8 +149,7 @@ class Orders:
     seed: int = SEED
 
     def __post_init__(self) -> None:
-        if self.num_reshuffles < 0:
-            raise InputError(f"Expected `num_reshuffles` to be at least 0, but got {self.num_reshuffles}.")
+        check_at_least(0, num_reshuffles=self.num_reshuffles)
         fewest = int(self.length.min()) if len(self.length) else 0
         if not 1 <= self.width <= fewest:
             raise InputError(f"Expected `width` to lie between 1 and {fewest}, the fewest samples, got {self.width}.")

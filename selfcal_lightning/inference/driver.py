@@ -73,10 +73,6 @@ class _OpenQuestion:
             return None
         return [here.popleft() for _ in range(min(self.ask.num_samples, len(here)))]
 
-    @property
-    def unseen(self) -> list[Sample]:
-        return [sample for samples in self.arrived.values() for sample in samples]
-
 
 class Driver:
     """The loop between a strategy and a source of samples. Questions may be added while it runs."""
@@ -137,13 +133,8 @@ class Driver:
         waiting = [question.id for question in self._waiting if question.id in dropped]
         self._waiting = deque(question for question in self._waiting if question.id not in dropped)
         ended = {name: opened for name in dropped if (opened := self._open.pop(name, None)) is not None}
-        waste, price = self.source.cancel([*ended, *waiting]), self.source.query_tokens
-        made = {name: (*opened.handed, *opened.unseen) for name, opened in ended.items()}
-        costs = {name: (total_tokens(samples, price), waste[name].tokens) for name, samples in made.items()}
-        return {
-            name: Waste(len(made[name]) + waste[name].samples, None if None in both else sum(filter(None, both)))
-            for name, both in costs.items()
-        }
+        waste = self.source.cancel([*ended, *waiting])
+        return {name: self._generated(opened, waste[name]) for name, opened in ended.items()}
 
     def conclude(self, *question_ids: str) -> None:
         """End open questions with what has arrived; their verdicts come with the next ``work``."""
@@ -192,7 +183,9 @@ class Driver:
         waste = self.source.cancel([opened.question.id for opened, _ in ended])
         for opened, verdict in ended:
             del self._open[opened.question.id]
-            verdict = self._with_costs(verdict, opened, waste[opened.question.id])
+            used = total_tokens(opened.handed[: verdict.samples_used], self.source.query_tokens)
+            made = self._generated(opened, waste[opened.question.id])
+            verdict = replace(verdict, samples_generated=made.samples, tokens_used=used, tokens_generated=made.tokens)
             self._reached.append(verdict)
             if self.on_verdict is not None:
                 self.on_verdict(verdict, tuple(opened.handed))
@@ -212,14 +205,9 @@ class Driver:
             return verdict
         return None
 
-    def _with_costs(self, verdict: Verdict, opened: _OpenQuestion, waste: Waste) -> Verdict:
-        """Return the verdict with its cost: samples used and everything generated."""
-        price = self.source.query_tokens
-        made = (*opened.handed, *opened.unseen)
-        delivered = total_tokens(made, price)
-        return replace(
-            verdict,
-            samples_generated=len(made) + waste.samples,
-            tokens_used=total_tokens(opened.handed[: verdict.samples_used], price),
-            tokens_generated=None if delivered is None or waste.tokens is None else delivered + waste.tokens,
-        )
+    def _generated(self, opened: _OpenQuestion, waste: Waste) -> Waste:
+        """Return all that was generated for a question: what was delivered, and the waste."""
+        made = [*opened.handed, *(sample for samples in opened.arrived.values() for sample in samples)]
+        delivered = total_tokens(made, self.source.query_tokens)
+        tokens = None if delivered is None or waste.tokens is None else delivered + waste.tokens
+        return Waste(len(made) + waste.samples, tokens)

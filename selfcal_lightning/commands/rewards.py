@@ -118,7 +118,14 @@ def run_rollout(
         extend=extend,
         rollouts=source,
     )
-    _check_exports(export, export_trl)
+    if export is not None and export_trl is not None and Path(export).resolve() == Path(export_trl).resolve():
+        raise InputError(f"`export` and `export_trl` must be different files, got {export!r} twice.")
+    for option, path, keys, kind in (
+        ("export", export, SUCCESS_FIELDS, "earlier success rates"),
+        ("export_trl", export_trl, TRL_FIELDS, "an earlier file for TRL"),
+    ):
+        if path is not None:
+            check_replaceable(path, partial(has_first_keys, keys), option=option, kind=kind)
     if Path(store_dir).exists() and Path(store_dir).samefile(samples_dir):
         raise InputError(f"Expected `store_dir` to be another folder than `samples_dir`, but got {store_dir!r} twice.")
     check_at_least(1, num_rollouts=num_rollouts)
@@ -159,17 +166,6 @@ def run_rollout(
         )
     say(f"{len(found):,} of {len(wanted):,} distinct prefixes have {sum(found):,} rollouts in {store_dir}")
     return RolloutReport(len(wanted), len(found), sum(found), sum(shares) / len(shares) if shares else None)
-
-
-def _check_exports(export: str | None, export_trl: str | None) -> None:
-    if export is not None and export_trl is not None and Path(export).resolve() == Path(export_trl).resolve():
-        raise InputError(f"`export` and `export_trl` must be different files, got {export!r} twice.")
-    for option, path, keys, kind in (
-        ("export", export, SUCCESS_FIELDS, "earlier success rates"),
-        ("export_trl", export_trl, TRL_FIELDS, "an earlier file for TRL"),
-    ):
-        if path is not None:
-            check_replaceable(path, partial(has_first_keys, keys), option=option, kind=kind)
 
 
 def _policy_of(policy: StoreFingerprint, model: str | None, *, revision: str | None) -> str:

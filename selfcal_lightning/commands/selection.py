@@ -76,11 +76,6 @@ def run_select(
     selection = selection_files.write_selection(output, selected, source, settings)
     if reference_files:
         selection_files.write_reference_files(Path(output), list(selection_files.examples(selection)))
-    sys.stdout.write(describe(selection))
-    return selection
-
-
-def describe(selection: selection_files.Selection) -> str:
     counts, threshold = selection.manifest["counts"], selection.manifest["threshold"]["value"]
     lines = [
         f"Kept {counts['kept']:,} of {counts['questions']:,} questions; the last one has the score {threshold:.4g}."
@@ -96,7 +91,8 @@ def describe(selection: selection_files.Selection) -> str:
     if fusion is not None:
         lines.append(f"Picked by a fusion of {', '.join(fusion['features'])}, fitted to the votes.")
     read = "Gold answers were read." if selection.reads_reference else "No gold answer was read."
-    return "\n".join([*lines, read, f"Written: {selection.path}", ""])
+    sys.stdout.write("\n".join([*lines, read, f"Written: {selection.path}", ""]))
+    return selection
 
 
 CHUNK = 64  # responses after which what was found is on disk

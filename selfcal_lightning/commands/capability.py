@@ -272,7 +272,8 @@ def run_evaluate_capability(
     """
     names = [estimator] if isinstance(estimator, str) else list(estimator)
     folder = Path(output_dir)
-    _check_folder(folder)
+    written, kind = (RESULTS, TABLES, *FIGURES), "evaluation of capability"
+    files.check_results_folder(folder, written=written, record=RESULTS, format=FORMAT, kind=kind)
     test, table = _read(pool, names, split=split, task=task, samples=estimate_samples)
     others = None
     if calibration_split is not None:
@@ -320,17 +321,6 @@ def _read(
     read = load_capability_pool(pool, split=split, task=task, confidences=averaged_names(Path(pool), names))
     scoring.check_origins(read, names)
     return read, evaluation.test_questions(read, names, estimate_samples=samples).in_fixed_order()
-
-
-def _check_folder(folder: Path) -> None:
-    files.check_results_folder(folder, option="output_dir")
-    taken = [name for name in (RESULTS, TABLES, *FIGURES) if (folder / name).exists()]
-    record = files.json_object_or_none(folder / RESULTS) or {}
-    if taken and record.get("format") != FORMAT:
-        raise InputError(
-            f"Expected `output_dir` to be new, or to hold an earlier evaluation of capability, but got {folder}, where "
-            f"{', '.join(taken)} would be replaced. Choose another folder."
-        )
 
 
 def _write(folder: Path, settings: dict[str, Any], test: evaluation.TestQuestions, found: _Found) -> None:
@@ -451,12 +441,6 @@ class PassAtKPrediction:
     k: tuple[int, ...]
     ways: dict[str, Floats]
 
-    def of(self, at: int) -> dict[str, dict[str, float | None]]:
-        return {
-            way: {str(k): None if np.isnan(v) else float(v) for k, v in zip(self.k, values[:, at], strict=True)}
-            for way, values in self.ways.items()
-        }
-
 
 def run_predict_pass_at_k(
     scores: str,
@@ -508,16 +492,17 @@ def run_predict_pass_at_k(
         kept_p = np.where(p >= threshold, p, 0.0)
         ways[f"{fitted_maps.POWER} from {threshold:g}"] = np.stack([simulated_pass_at_k(kept_p, k) for k in chosen])
     prediction = PassAtKPrediction(tuple(one.id for one in questions), chosen, ways)
-    files.write_json_lines(
-        Path(output),
-        (
-            {
-                "id": one.id, "task": one.task, "question": one.text, "capability": one.capability,
-                "scored_by": one.scored_by, "pass_at_k": prediction.of(at),
-            }
-            for at, one in enumerate(questions)
-        ),
-    )  # fmt: skip
+    lines = []
+    for at, one in enumerate(questions):
+        pass_at_k = {
+            way: {str(k): None if np.isnan(v) else float(v) for k, v in zip(chosen, values[:, at], strict=True)}
+            for way, values in ways.items()
+        }
+        lines.append({
+            "id": one.id, "task": one.task, "question": one.text, "capability": one.capability,
+            "scored_by": one.scored_by, "pass_at_k": pass_at_k,
+        })  # fmt: skip
+    files.write_json_lines(Path(output), lines)
     left_out = len(read) - len(questions)
     note = f"\n{left_out:,} questions without a capability are left out." if left_out else ""
     tell(describe_prediction(prediction) + note, output)

@@ -14,28 +14,20 @@ from selfcal_lightning.confidence.base import STORED
 from selfcal_lightning.confidence.fusion import FUSED, FittedScorer, FusionTarget, load_scorers, save_scorers
 from selfcal_lightning.confidence.scaling import SCALER_KINDS
 from selfcal_lightning.core.errors import InputError, unknown_name
-from selfcal_lightning.core.files import check_results_folder, json_object_or_none, to_json, write_atomically
+from selfcal_lightning.core.files import check_results_folder, to_json, write_atomically
 from selfcal_lightning.core.plan import Place, Plan, check_places, merge_plans
 from selfcal_lightning.core.plugins import loaded_plugins
 from selfcal_lightning.core.progress import Stage, say
 from selfcal_lightning.data.pools.recorded import RecordedPool
 from selfcal_lightning.engines.settings import EngineSettings
 from selfcal_lightning.evaluation import inputs
+from selfcal_lightning.evaluation import strategies as strategy_runs
 from selfcal_lightning.evaluation.calibration import compare_calibration, compare_votes
 from selfcal_lightning.evaluation.curves import THRESHOLDS, StrategySettings, known_labels, reads_texts
 from selfcal_lightning.evaluation.metrics import SIDES, verdict
 from selfcal_lightning.evaluation.outputs import report_json, show_briefly, show_strategies, write_strategies
 from selfcal_lightning.evaluation.page import REPORT, write_page
 from selfcal_lightning.evaluation.paper import run_paper
-from selfcal_lightning.evaluation.strategies import (
-    SideStrategies,
-    TrainingCost,
-    calibrate_side,
-    check_budgets,
-    prepare_test,
-    report_on,
-    run_strategies,
-)
 from selfcal_lightning.evaluation.thresholds import evaluate_given, save_thresholds
 from selfcal_lightning.inference.choices import CalibratedDefaults, choose_prompt
 from selfcal_lightning.inference.thresholds import FittedThreshold
@@ -69,7 +61,7 @@ def run_evaluate(
     thresholds: list[float] | None = None,
     num_reshuffles: int = NUM_RESHUFFLES,
     num_resamples: int = 1000,
-    training_cost: TrainingCost | None = None,
+    training_cost: strategy_runs.TrainingCost | None = None,
     tables: Literal["full", "short"] = "short",
     num_samples: int = inputs.SamplingOptions.num_samples,
     engine: EngineSettings = EngineSettings(),
@@ -175,7 +167,7 @@ def run_evaluate(
         plans = inputs.plan_models(sampled)
     plan = merge_plans([*plans, Plan(places=(Place("tables, figures and results.json", str(folder)),))])
     check_places(plan)
-    _check_folder(folder)
+    check_results_folder(folder, written=WRITTEN, record=ARGUMENTS, format=FORMAT, kind="evaluation")
     if check:
         sys.stdout.write(f"selfcal evaluate: checked; nothing is sampled or written. The plan:\n{plan}\n")
         return {}
@@ -245,7 +237,7 @@ def _check_sampled(
             fitted.check_scorers(scorers)
     if width > drawn:
         raise InputError(f"Expected `max_samples` to be at most {drawn}, the `num_samples` drawn, but got {width}.")
-    check_budgets(width, budgets=settings.budgets, targets=settings.targets)
+    strategy_runs.check_budgets(width, budgets=settings.budgets, targets=settings.targets)
 
 
 ARGUMENTS, RESULTS, FORMAT = "evaluation.json", "results.json", "selfcal_lightning.evaluation"
@@ -255,15 +247,6 @@ WRITTEN = (
     "strategies.md", "curves.csv", "accuracy_*.png", "risk_coverage_*.png", "reliability_*.png", "fitted",
     "paper/*/*/*.csv",
 )  # fmt: skip
-
-
-def _check_folder(folder: Path) -> None:
-    """Refuse a folder in which an evaluation would replace what is not of an earlier one."""
-    check_results_folder(folder, option="output_dir")
-    taken = sorted({path.name for pattern in WRITTEN for path in folder.glob(pattern)})
-    if taken and (json_object_or_none(folder / ARGUMENTS) or {}).get("format") != FORMAT:
-        other = f"{folder}, where {', '.join(taken[:3])} would be replaced and is something else"
-        raise InputError(f"Expected `output_dir` to be new, or to hold an earlier evaluation, but got {other}.")
 
 
 def _overlap_with_training(
@@ -302,16 +285,17 @@ def _run_strategies(
             samples[side] = replace(pool, entries=(*known.entries, *pool.entries), estimators=estimators)
     with Stage("Fitting on the calibration questions" if asked.calibration else "Looking at the confidences"):
         calibrated = {
-            side: calibrate_side(pool, asked.calibration.get(side), given, settings) for side, pool in samples.items()
+            side: strategy_runs.calibrate_side(pool, asked.calibration.get(side), given, settings)
+            for side, pool in samples.items()
         }
-    sides = {side: SideStrategies(side, found, settings) for side, found in calibrated.items()}
+    sides = {side: strategy_runs.SideStrategies(side, found, settings) for side, found in calibrated.items()}
     reports, judged, curves = [], [], []
     for name, pools in asked.tests.items():
         with Stage(f"Preparing {name}"):
-            test = prepare_test(name, pools, calibrated, settings)
-        curves.append(run_strategies(test, sides, settings))
+            test = strategy_runs.prepare_test(name, pools, calibrated, settings)
+        curves.append(strategy_runs.run_strategies(test, sides, settings))
         with Stage(f"Summing up {name}"):
-            report = report_on(test, curves[-1], settings)
+            report = strategy_runs.report_on(test, curves[-1], settings)
         if not is_short:
             show_strategies(report, console, num_reshuffles=settings.num_reshuffles)
         with Stage(f"Judging fitted thresholds on {name}"):

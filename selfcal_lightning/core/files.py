@@ -364,12 +364,19 @@ _OF_OTHERS = (
 )  # fmt: skip
 
 
-def check_results_folder(folder: str | Path, *, option: str) -> None:
+def check_results_folder(
+    folder: str | Path, *, written: Collection[str] = (), record: str = "", format: str = "", kind: str = ""
+) -> None:
+    """Refuse a folder with files of these names or patterns, unless its ``record`` states the format."""
     folder = Path(folder)
     if folder.exists() and not folder.is_dir():
-        raise InputError(f"Expected `{option}` to be a folder, but got {folder}, which is a file.")
+        raise InputError(f"Expected `output_dir` to be a folder, but got {folder}, which is a file.")
     if found := [name for name in _OF_OTHERS if (folder / name).exists()]:
-        raise InputError(f"`{option}` {folder} holds {found[0]}: it is a model or a store. Choose another folder.")
+        raise InputError(f"`output_dir` {folder} holds {found[0]}: it is a model or a store. Choose another folder.")
+    taken = sorted({path.name for pattern in written for path in folder.glob(pattern)})
+    if taken and (json_object_or_none(folder / record) or {}).get("format") != format:
+        other = f"{folder}, where {', '.join(taken[:3])} would be replaced and is something else. Choose another"
+        raise InputError(f"Expected `output_dir` to be new, or to hold an earlier {kind}, but got {other}.")
 
 
 def is_empty_folder(path: Path) -> bool:

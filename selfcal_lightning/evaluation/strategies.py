@@ -8,16 +8,9 @@ from functools import cache
 
 import numpy as np
 
+from selfcal_lightning.confidence import fusion
 from selfcal_lightning.confidence.base import P_TRUE, how_to_get
 from selfcal_lightning.confidence.features import ConfidenceScores, ResponseTable, score_confidence
-from selfcal_lightning.confidence.fusion import (
-    FittedScorer,
-    WeighedPool,
-    default_confidences,
-    fit_confidences,
-    is_probability,
-    weigh_pool,
-)
 from selfcal_lightning.confidence.registry import recorded_confidences
 from selfcal_lightning.confidence.splits import halve_pool
 from selfcal_lightning.core.errors import InputError
@@ -34,30 +27,30 @@ from selfcal_lightning.metrics.calibration import ReliabilityBins, reliability_b
 @dataclass(frozen=True)
 class Calibrated:
     names: tuple[str, ...]
-    scorers: tuple[FittedScorer, ...]
-    first_half: WeighedPool | None
-    second_half: WeighedPool | None
+    scorers: tuple[fusion.FittedScorer, ...]
+    first_half: fusion.WeighedPool | None
+    second_half: fusion.WeighedPool | None
 
 
 def calibrate_side(
     pool: RecordedPool,
     calibration: RecordedPool | None,
-    scorers: Sequence[FittedScorer],
+    scorers: Sequence[fusion.FittedScorer],
     settings: curves.StrategySettings,
 ) -> Calibrated:
     """Fit what is asked for on the first half of the calibration questions, and keep the second for settings."""
     names: Sequence[str] | None = settings.confidences
     if names is None:
-        names = default_confidences(calibration or pool, can_fit=calibration is not None)
+        names = fusion.default_confidences(calibration or pool, can_fit=calibration is not None)
         names = [*names, *(scorer.name for scorer in scorers)]
     if calibration is None:
         return Calibrated(tuple(names), tuple(scorers), None, None)
     names = list(dict.fromkeys(names))
     halves = halve_pool(calibration.entries, seed=settings.seed)
     first, second = (calibration.subset({entry.question.id for entry in half}) for half in halves)
-    own = fit_confidences(first, names, target=settings.fusion_target, known=scorers)
-    first_half = weigh_pool(first, names, [*scorers, *own], fitting=[scorer.name for scorer in own])
-    second_half = weigh_pool(second, names, [*scorers, *own])
+    own = fusion.fit_confidences(first, names, target=settings.fusion_target, known=scorers)
+    first_half = fusion.weigh_pool(first, names, [*scorers, *own], fitting=[scorer.name for scorer in own])
+    second_half = fusion.weigh_pool(second, names, [*scorers, *own])
     return Calibrated(tuple(names), (*scorers, *own), first_half, second_half)
 
 
@@ -65,7 +58,7 @@ def calibrate_side(
 class EvaluatedTest:
     name: str
     width: int
-    pools: Mapping[str, WeighedPool]
+    pools: Mapping[str, fusion.WeighedPool]
 
 
 def prepare_test(
@@ -84,7 +77,9 @@ def prepare_test(
     ]
     width = min(curves.check_pool(pool, what, max_samples=settings.max_samples) for what, pool in named)
     check_budgets(width, budgets=settings.budgets, targets=settings.targets)
-    weighed = {side: weigh_pool(pool, calibrated[side].names, calibrated[side].scorers) for side, pool in pools.items()}
+    weighed = {
+        side: fusion.weigh_pool(pool, calibrated[side].names, calibrated[side].scorers) for side, pool in pools.items()
+    }
     return EvaluatedTest(name, width, weighed)
 
 
@@ -145,7 +140,7 @@ class SideStrategies:
         self._labels = list(dict.fromkeys([statistics.REFERENCE, *settings.strategies]))
         self.on_calibration, self._tuned_at = cache(self._run_calibration), cache(self._tune)
 
-    def run(self, weighed: WeighedPool, width: int, *, name: str) -> list[curves.StrategyCurve]:
+    def run(self, weighed: fusion.WeighedPool, width: int, *, name: str) -> list[curves.StrategyCurve]:
         settings, source = self._settings, self.calibrated.second_half or weighed
         with Stage(f"Tuning strategies for {name}, {self.side}"):
             jobs = curves.make_jobs(
@@ -279,11 +274,11 @@ def report_on(
     )
 
 
-def _reliability(weighed: WeighedPool, table: ResponseTable) -> dict[str, ReliabilityBins]:
+def _reliability(weighed: fusion.WeighedPool, table: ResponseTable) -> dict[str, ReliabilityBins]:
     return {
         name: reliability_bins(values[is_there], table.correct[is_there] == 1.0)
         for name, values in zip(weighed.confidences, table.values.T, strict=True)
-        if (is_there := ~np.isnan(values)).any() and is_probability(weighed.pool, name)
+        if (is_there := ~np.isnan(values)).any() and fusion.is_probability(weighed.pool, name)
     }
 
 

@@ -183,10 +183,10 @@ def test_an_output_is_none_of_its_inputs(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["config.json", "adapter_config.json", "model.safetensors", "rounds"])
 def test_results_are_not_written_into_models_and_stores(name: str, tmp_path: Path) -> None:
-    check_results_folder(tmp_path, option="output_dir")
+    check_results_folder(tmp_path)
     (tmp_path / name).mkdir() if name == "rounds" else (tmp_path / name).write_text("{}")
     with pytest.raises(InputError, match=f"`output_dir` .* holds {name}"):
-        check_results_folder(tmp_path, option="output_dir")
+        check_results_folder(tmp_path)
 
 
 @pytest.mark.parametrize(

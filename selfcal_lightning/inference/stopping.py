@@ -11,20 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from selfcal_lightning.core.errors import InputError, unknown_name
-from selfcal_lightning.inference import base
-from selfcal_lightning.inference.vectorised import (
-    UNREADABLE,
-    CurveOutcome,
-    PoolArrays,
-    Votes,
-    as_budgets,
-    as_thresholds,
-    first_crossing,
-    outcome_at,
-    right_codes,
-    vote_leader,
-    votes_of,
-)
+from selfcal_lightning.inference import base, vectorised
 from selfcal_lightning.metrics.arrays import Floats, Integers, check_positive
 from selfcal_lightning.records import Question, Sample
 
@@ -88,18 +75,19 @@ class EarlyStopping:
         best = max((value for given, value in votes if given == leading), default=None)
         return base.make_verdict(question, samples, leading, confidence=best, stopped_early=False)
 
-    def curve(self, pool: PoolArrays, grid: Sequence[float]) -> CurveOutcome:
-        votes = votes_of(pool, weighted=True, width=self.max_samples)
+    def curve(self, pool: vectorised.PoolArrays, grid: Sequence[float]) -> vectorised.CurveOutcome:
+        votes = vectorised.votes_of(pool, weighted=True, width=self.max_samples)
         scores = np.where(votes.is_vote, votes.weight, -np.inf)
-        crossing = first_crossing(scores, as_thresholds(grid))
-        return outcome_at(crossing, votes.code, fallback=self._fallback_answer(votes, scores), length=pool.length)
+        crossing = vectorised.first_crossing(scores, vectorised.as_thresholds(grid))
+        fallback = self._fallback_answer(votes, scores)
+        return vectorised.outcome_at(crossing, votes.code, fallback=fallback, length=pool.length)
 
-    def _fallback_answer(self, votes: Votes, scores: NDArray[np.float64]) -> NDArray[np.integer]:
+    def _fallback_answer(self, votes: vectorised.Votes, scores: NDArray[np.float64]) -> NDArray[np.integer]:
         """Return the code of the fallback's answer [Q]; -1 without votes."""
         if self.fallback == "weighted_vote":
-            return vote_leader(votes, votes.weight)
+            return vectorised.vote_leader(votes, votes.weight)
         if not scores.shape[1]:
-            return np.full(len(scores), UNREADABLE)
+            return np.full(len(scores), vectorised.UNREADABLE)
         if self.fallback == "best":
             position = scores.argmax(axis=1)
         else:
@@ -163,22 +151,24 @@ class WindowStopping:
             question, samples, answer, confidence=base.share_of(votes, answer), stopped_early=stopped
         )
 
-    def curve(self, pool: PoolArrays, grid: Sequence[int]) -> CurveOutcome:
-        windows = as_budgets(grid, "window")
-        votes = votes_of(pool, weighted=False, width=self.max_samples)
+    def curve(self, pool: vectorised.PoolArrays, grid: Sequence[int]) -> vectorised.CurveOutcome:
+        windows = vectorised.as_budgets(grid, "window")
+        votes = vectorised.votes_of(pool, weighted=False, width=self.max_samples)
         streak = _streaks(votes)
         if self.mode == "sliding":
-            crossing = first_crossing(np.where(votes.is_vote, streak, -np.inf), windows)
+            crossing = vectorised.first_crossing(np.where(votes.is_vote, streak, -np.inf), windows)
         else:
             crossing = _disjoint_crossing(votes, streak, windows)
-        return outcome_at(crossing, votes.code, fallback=vote_leader(votes, votes.weight), length=pool.length)
+        fallback = vectorised.vote_leader(votes, votes.weight)
+        return vectorised.outcome_at(crossing, votes.code, fallback=fallback, length=pool.length)
 
 
-def _streaks(votes: Votes) -> Integers:
+def _streaks(votes: vectorised.Votes) -> Integers:
     """Return the length of the current run of equal votes [Q, W]; unchanged where a sample does not vote."""
     num_questions, width = votes.code.shape
     streak = np.zeros((width, num_questions), dtype=np.int64)
-    last, length = np.full(num_questions, UNREADABLE, dtype=np.int64), np.zeros(num_questions, dtype=np.int64)
+    last = np.full(num_questions, vectorised.UNREADABLE, dtype=np.int64)
+    length = np.zeros(num_questions, dtype=np.int64)
     for number, (code, is_vote) in enumerate(zip(votes.code.T, votes.is_vote.T, strict=True)):
         length = np.where(is_vote, np.where(code == last, length + 1, 1), length)
         last = np.where(is_vote, code, last)
@@ -186,7 +176,7 @@ def _streaks(votes: Votes) -> Integers:
     return streak.T
 
 
-def _disjoint_crossing(votes: Votes, streak: Integers, windows: Integers) -> Integers:
+def _disjoint_crossing(votes: vectorised.Votes, streak: Integers, windows: Integers) -> Integers:
     """Return the index of the sample that completes the first agreeing disjoint window [G, Q]; W if none does."""
     num_questions, width = votes.code.shape
     crossing = np.full((len(windows), num_questions), width, dtype=np.int64)
@@ -297,17 +287,17 @@ class CGES:
         scores = self._scores(sums, counts, np.array([len(state)]), np.array([len(votes)]))
         return [*state][int(scores.argmax())], float(self._leader_posterior(scores, np.array([len(state)]))[0])
 
-    def curve(self, pool: PoolArrays, grid: Sequence[float]) -> CurveOutcome:
-        thresholds = as_thresholds(grid)
+    def curve(self, pool: vectorised.PoolArrays, grid: Sequence[float]) -> vectorised.CurveOutcome:
+        thresholds = vectorised.as_thresholds(grid)
         shape = pool.answer[:, : self.max_samples].shape
-        leaders, posterior = np.full(shape, UNREADABLE, dtype=np.int64), np.full(shape, -np.inf)
+        leaders, posterior = np.full(shape, vectorised.UNREADABLE, dtype=np.int64), np.full(shape, -np.inf)
         for column, (codes, value) in enumerate(self._walk(pool)):
             leaders[:, column], posterior[:, column] = codes, value
-        return outcome_at(first_crossing(posterior, thresholds), leaders, length=pool.length)
+        return vectorised.outcome_at(vectorised.first_crossing(posterior, thresholds), leaders, length=pool.length)
 
-    def _walk(self, pool: PoolArrays) -> Iterator[tuple[Integers, Floats]]:
+    def _walk(self, pool: vectorised.PoolArrays) -> Iterator[tuple[Integers, Floats]]:
         """Yield, after each sample, the leader's code [Q] (-1 without votes) and its posterior [Q] (-inf without)."""
-        votes = votes_of(pool, weighted=True, width=self.max_samples)
+        votes = vectorised.votes_of(pool, weighted=True, width=self.max_samples)
         log_odds = np.where(votes.is_vote, self._log_odds(votes.weight), 0.0)
         # Rows stand in the order of the first votes: the first maximum is the answer first seen, and after n samples
         # only the first n rows hold an answer.
@@ -328,7 +318,7 @@ class CGES:
             scores = self._scores(sums[:width], counts[:width], distinct, num_votes)
             posterior = self._leader_posterior(scores, distinct)
             best = order[scores.argmax(axis=0), every] if num_answers else every
-            yield np.where(num_votes > 0, best, UNREADABLE), np.where(num_votes > 0, posterior, -np.inf)
+            yield np.where(num_votes > 0, best, vectorised.UNREADABLE), np.where(num_votes > 0, posterior, -np.inf)
 
     def _log_odds(self, confidence: Floats) -> Floats:
         """Return log c - log(1 - c) of confidences, clamped; nan stays."""
@@ -357,7 +347,7 @@ class CGES:
         return np.asarray(np.round(np.exp(best - peak) / mass, _DECIMALS))
 
 
-def fit_evidence(pool: PoolArrays, strategy: CGES | None = None) -> float:
+def fit_evidence(pool: vectorised.PoolArrays, strategy: CGES | None = None) -> float:
     """Fit ``CGES.evidence`` so that the leader's posterior matches its chance of being right after every sample.
 
     Maximises ``mean [right log p + (1 - right) log(1 - p)]`` over questions and n = 1 .. ``max_samples``, with p the
@@ -369,12 +359,12 @@ def fit_evidence(pool: PoolArrays, strategy: CGES | None = None) -> float:
     if not pool.correct.any():
         raise InputError("Expected `pool` to hold right answers, but got none.")
 
-    rows, right = np.arange(len(pool.answer)), right_codes(pool.answer, pool.correct)
+    rows, right = np.arange(len(pool.answer)), vectorised.right_codes(pool.answer, pool.correct)
 
     def loss(evidence: float) -> float:
         losses = [np.zeros(0)]
         for column, (codes, posterior) in enumerate(replace(strategy, evidence=float(evidence))._walk(pool)):
-            known = (codes != UNREADABLE) & (column < pool.length)
+            known = (codes != vectorised.UNREADABLE) & (column < pool.length)
             chance = posterior[known].clip(1e-12, 1.0 - 1e-12)
             losses.append(-np.log(np.where(right[rows, codes][known], chance, 1.0 - chance)))
         return float(np.concatenate(losses).mean())

@@ -26,21 +26,12 @@ from selfcal_lightning.confidence.fusion import FittedScorer, scorer_digests
 from selfcal_lightning.confidence.registry import refuse_looking_ahead
 from selfcal_lightning.confidence.splits import FittedOn, check_disjoint, check_not_fitted_on
 from selfcal_lightning.core.errors import InputError
-from selfcal_lightning.core.files import flatten
+from selfcal_lightning.data.store.manifest import flatten
+from selfcal_lightning.inference import vectorised
 from selfcal_lightning.inference.base import Strategy
 from selfcal_lightning.inference.registry import check_can_answer
 from selfcal_lightning.inference.sources import replay
 from selfcal_lightning.inference.stopping import EarlyStopping
-from selfcal_lightning.inference.vectorised import (
-    NUM_RESHUFFLES,
-    SEED,
-    GridStrategy,
-    Orders,
-    PoolArrays,
-    curve_of,
-    right_codes,
-    with_setting,
-)
 from selfcal_lightning.metrics.arrays import Floats
 from selfcal_lightning.metrics.curves import best_setting_within, cheapest_setting_reaching
 from selfcal_lightning.metrics.risk import Certificate, Procedure, certify_threshold, guided_grid
@@ -70,21 +61,23 @@ class GridOutcome:
         cls, grid: Sequence[float], num_questions: int, *, num_orders: int, width: int, most_tokens: float | None = None
     ) -> GridOutcome:
         """Return sums of nothing, to which orders are added."""
-        most = [num_orders, num_orders * width, None if most_tokens is None else num_orders * max(int(most_tokens), 1)]
         shape = len(grid), num_questions
-        sums = [None if one is None else np.zeros(shape, dtype=np.min_scalar_type(one)) for one in most]
-        return cls(tuple(grid), *sums, num_orders)
+        correct, samples = (np.zeros(shape, np.min_scalar_type(most)) for most in (num_orders, num_orders * width))
+        tokens: Numbers | None = None
+        if most_tokens is not None:
+            tokens = np.zeros(shape, np.min_scalar_type(num_orders * max(int(most_tokens), 1)))
+        return cls(tuple(grid), correct, samples, tokens, num_orders)
 
     def add(
         self,
-        strategy: GridStrategy,
-        pool: PoolArrays,
+        strategy: vectorised.GridStrategy,
+        pool: vectorised.PoolArrays,
         right: NDArray[np.bool_],
         spent: Floats | None = None,
         questions: slice = slice(None),
     ) -> None:
         """Run the strategy on r orders of q questions, stacked, and add what comes of it, in place."""
-        outcome = curve_of(strategy, pool, self.grid)
+        outcome = vectorised.curve_of(strategy, pool, self.grid)
         rows = np.arange(outcome.answer.shape[1])
         tokens = None if spent is None else spent[rows, outcome.used]
         found = right[rows, outcome.answer], outcome.used, tokens
@@ -129,29 +122,30 @@ class GridOutcome:
 
 
 def grid_outcome(
-    strategy: GridStrategy,
+    strategy: vectorised.GridStrategy,
     pool: Sequence[QuestionSamples],
     grid: Sequence[float],
     *,
-    num_reshuffles: int = NUM_RESHUFFLES,
-    seed: int = SEED,
+    num_reshuffles: int = vectorised.NUM_RESHUFFLES,
+    seed: int = vectorised.SEED,
 ) -> GridOutcome:
     if not len(grid):
         raise InputError("Expected `grid` to hold at least one value.")
-    arrays = PoolArrays.from_samples(pool, confidence=strategy.confidence)
-    width, fewest = max(with_setting(strategy, value).max_samples for value in grid), int(arrays.length.min())
+    arrays = vectorised.PoolArrays.from_samples(pool, confidence=strategy.confidence)
+    width = max(vectorised.with_setting(strategy, value).max_samples for value in grid)
+    fewest = int(arrays.length.min())
     if width > fewest:
         raise InputError(f"Expected `grid` to ask for at most the {fewest} samples of every question, got {width}.")
-    orders = Orders(arrays.length, width, num_reshuffles, seed)
+    orders = vectorised.Orders(arrays.length, width, num_reshuffles, seed)
     sums = GridOutcome.empty(grid, len(arrays.length), num_orders=orders.num_orders, width=width)
     for block in orders.blocks():
         ordered = arrays.in_orders(block.position, block.questions)
-        sums.add(strategy, ordered, right_codes(ordered.answer, ordered.correct), questions=block.questions)
+        sums.add(strategy, ordered, vectorised.right_codes(ordered.answer, ordered.correct), questions=block.questions)
     return sums
 
 
 def grid_of(
-    strategy: GridStrategy, *, thresholds: Sequence[float] = THRESHOLDS, values: Sequence[float] = ()
+    strategy: vectorised.GridStrategy, *, thresholds: Sequence[float] = THRESHOLDS, values: Sequence[float] = ()
 ) -> tuple[float, ...]:
     """Return the settings of a strategy worth trying, in ascending order; early stopping also tries ``values``."""
     if strategy.grid_parameter == "threshold":
@@ -173,11 +167,11 @@ def confidence_quantiles(pool: Sequence[QuestionSamples], name: str) -> tuple[fl
     return tuple(round(float(level), 6) for level in levels if 0.0 <= level <= 1.0)
 
 
-def as_gridded(strategy: Strategy) -> GridStrategy:
+def as_gridded(strategy: Strategy) -> vectorised.GridStrategy:
     """Return ``strategy``; raise InputError unless it names the field that a grid sets."""
     if not hasattr(strategy, "grid_parameter"):
         raise InputError(f"Expected {strategy.name} to name the field that a grid sets as `grid_parameter`.")
-    return cast("GridStrategy", strategy)
+    return cast("vectorised.GridStrategy", strategy)
 
 
 @dataclass(frozen=True)
@@ -379,8 +373,8 @@ def fit_goal_threshold(
     grid: Sequence[float] | None = None,
     *,
     scorers: Sequence[FittedScorer] = (),
-    num_reshuffles: int = NUM_RESHUFFLES,
-    seed: int = SEED,
+    num_reshuffles: int = vectorised.NUM_RESHUFFLES,
+    seed: int = vectorised.SEED,
 ) -> FittedThreshold:
     """Choose when a strategy stops, on calibration questions.
 
@@ -400,7 +394,7 @@ def fit_goal_threshold(
 
 
 def choose_threshold(
-    strategy: GridStrategy, calibration: CalibrationPool, outcome: GridOutcome, goal: Goal, value: float
+    strategy: vectorised.GridStrategy, calibration: CalibrationPool, outcome: GridOutcome, goal: Goal, value: float
 ) -> FittedThreshold:
     """Choose as :func:`fit_goal_threshold` does, from known costs and accuracies."""
     choose = best_setting_within if goal == "budget" else cheapest_setting_reaching
@@ -414,7 +408,7 @@ def choose_threshold(
     threshold, parameter = float(outcome.grid[best]), strategy.grid_parameter
     accuracy, samples = float(outcome.accuracy[best]), float(outcome.mean_samples[best])
     return _fitted(
-        with_setting(strategy, threshold),
+        vectorised.with_setting(strategy, threshold),
         calibration,
         goal,
         value,

@@ -264,15 +264,6 @@ def walk_votes(votes: Votes) -> Iterator[VoteStep]:
         yield VoteStep(number, totals[:-1].T, leader, lead_weight, total_weight)
 
 
-def leaders_at(votes: Votes, budgets: Integers) -> NDArray[np.int32]:
-    """Return the winner among the first n samples for each budget n [G, Q]; -1 without votes."""
-    num_questions, width = votes.code.shape
-    leaders = np.full((width + 1, num_questions), UNREADABLE, dtype=np.int32)
-    for step in walk_votes(votes):
-        leaders[step.num_samples] = step.leader
-    return leaders[np.minimum(budgets, width)]
-
-
 def vote_leader(votes: Votes, weight: Floats) -> NDArray[np.int32]:
     """Return the winner of one vote over the first n samples [Q], the first seen on ties; -1 without votes."""
     check_weights(weight.min(initial=0.0))

@@ -108,7 +108,11 @@ class SelfConsistency(_Vote):
         return confidence
 
     def leaders(self, votes: vectorised.Votes, budgets: Integers) -> Codes:
-        return vectorised.leaders_at(votes, budgets)
+        num_questions, width = votes.code.shape
+        leaders = np.full((width + 1, num_questions), vectorised.UNREADABLE, dtype=np.int32)
+        for step in vectorised.walk_votes(votes):
+            leaders[step.num_samples] = step.leader
+        return leaders[np.minimum(budgets, width)]
 
 
 # Far below what separates any two confidences, and far above what overflows.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
@@ -199,12 +200,9 @@ def check_pools(pools: Sequence[PoolSource], calibration: Sequence[PoolSource]) 
     for source in [*pools, *calibration]:
         check_path_name("pools.name", source.name)
         check_place(source.path)
-    seen: set[tuple[str, str]] = set()
-    for source in pools:
-        test = check_path_name("pools.test", test_of(source))
-        if (test, source.name) in seen:
-            raise InputError(f"Expected one pool for side {source.name!r} of test set {test!r}, but got two.")
-        seen.add((test, source.name))
+    pairs = Counter((check_path_name("pools.test", test_of(source)), source.name) for source in pools)
+    if twice := [pair for pair, number in pairs.items() if number > 1]:
+        raise InputError(f"Expected one pool for side {twice[0][1]!r} of test set {twice[0][0]!r}, but got several.")
     sides = list(dict.fromkeys(source.name for source in pools))
     found = {source.name for source in calibration}
     if calibration and (len(found) < len(calibration) or not found >= set(sides)):

@@ -305,7 +305,9 @@ class Service:
             Sample("", i, 0, text, response, "stop", None, None, yes_mass=yes, no_mass=no)
             for i, (text, response, (yes, no)) in enumerate(zip(texts, ids, masses, strict=True))
         ]
-        return await self.desk.do(partial(add, samples)), rows[-1][num_both:], len(prompt)
+        # A probe reads with the engine's model, which is the thread's.
+        scored = add(samples) if self.calibration.probe is None else await self.desk.do(partial(add, samples))
+        return scored, rows[-1][num_both:], len(prompt)
 
     async def systemone(self, request: Request) -> Response:
         """Read a chance for each allowed answer, each as if it were a response."""

@@ -455,6 +455,23 @@ def test_readings_count_for_the_queue_at_once_and_are_answered_before_the_end(
     upstream.close()
 
 
+@pytest.mark.parametrize(("path", "turns"), zip(READ, (1, 2), strict=True))
+def test_a_reading_waits_for_the_thread_once_a_question(
+    chat: ChatFormat, tiny_model: str, path: str, turns: int
+) -> None:
+    upstream, waits = FakeServer(canned(chat), chat.tokenizer), []
+
+    async def ask(server: Service) -> int:
+        do = server.desk.do
+        server.desk.do = lambda work: waits.append(work) or do(work)
+        async with client_of(server) as client:
+            return (await client.post(path, json=READ[path])).status_code
+
+    with connecting(upstream, tiny_model, chat) as connect, over_upstream(connect(), chat) as server:
+        assert (asyncio.run(ask(server)), len(waits)) == (200, turns)
+    upstream.close()
+
+
 def make_job(server: Service, asked: dict[str, Any]) -> Job:
     async def make() -> Job:
         return server.make_job(read_body(ChatBody, asked))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
@@ -19,6 +20,7 @@ MAX_SCORED_IDS = 128
 COLDEST_TEMPERATURE = 0.01  # vLLM raises what is below to this without a word; EDT with a scale of 1 has no such floor
 # Folders of the activated adapters that vLLM should know, separated as in PATH; read by our plugin for vLLM.
 ADAPTER_VARIABLE = "SELFCAL_ACTIVATED_ADAPTER"
+Probabilities = list[list[float] | None]  # of each prompt; None where the engine refuses it
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +181,17 @@ def _poll(engine: Engine, pending: set[str]) -> Mapping[str, Response | Failure]
         raise RunError(f"Expected the engine to continue, but got nothing with {len(pending)} in flight.")
     pending.difference_update(outcomes)
     return outcomes
+
+
+def begin_probabilities(
+    engine: Engine, prompts: Sequence[Sequence[int]], token_ids: Sequence[int]
+) -> Future[Probabilities]:
+    """Ask for next-token probabilities; a server's answer comes later, that of other engines is there at once."""
+    if (begin := getattr(engine, "begin_probabilities", None)) is not None:
+        return cast(Future[Probabilities], begin(prompts, token_ids))
+    future: Future[Probabilities] = Future()
+    future.set_result(engine.next_token_probabilities(prompts, token_ids))
+    return future
 
 
 def check_request(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
@@ -14,7 +15,8 @@ from selfcal_lightning.core.errors import InputError, RunError, check_at_least
 from selfcal_lightning.data.tasks.base import Task
 from selfcal_lightning.data.tasks.judging import Judge, continued
 from selfcal_lightning.data.tasks.registry import get_task
-from selfcal_lightning.engines.base import MAX_FAILURES, Engine, FailuresInARow, RequestsFailedError, mass_of
+from selfcal_lightning.engines import base
+from selfcal_lightning.engines.base import MAX_FAILURES, Engine, RequestsFailedError, mass_of
 from selfcal_lightning.inference.base import WHOLE, AskKind, Strategy, refuse_parts
 from selfcal_lightning.records import (
     Question,
@@ -116,6 +118,7 @@ class _Asked:
     finished: dict[int, Response | RecordedResponse | None] = field(default_factory=dict)  # wait for predecessors
     prefixes: dict[int, tuple[int, ...]] = field(default_factory=dict)  # that samples continue
     parts: dict[int, Response] = field(default_factory=dict)  # unfinished steps
+    queries: dict[int, Future[base.Probabilities]] = field(default_factory=dict)  # about responses that stops cut
     looked: Counter[str] = field(default_factory=Counter)  # tokens that were searched for stops
     thrown: int = 0  # tokens that were drawn and discarded
     dropped: int = 0
@@ -162,7 +165,7 @@ class EngineSource:
         self._queue: dict[str, Request] = {}
         self.query_tokens = self.failed = 0
         self.prompt_tokens: Mapping[str, int] = {}
-        self._row = FailuresInARow(max_failures, way_out="Start the same command again when it answers.")
+        self._row = base.FailuresInARow(max_failures, way_out="Start the same command again when it answers.")
 
     @property
     def in_flight(self) -> int:
@@ -233,9 +236,13 @@ class EngineSource:
             if response is not None and sample is None:
                 continue  # its next part is queued
             asked.finished[index] = sample
+            if isinstance(sample, Response) and (text := cut_at(sample.text, asked.draws.stops)) != sample.text:
+                self._cut(asked, index, text, len(sample.token_ids), sample.logprob)
             touched[asked.question.id] = self._end(name)
-        for asked in [one for one in self._open.values() if one.draws.stops and not one.draws.to_the_end]:
-            touched |= {asked.question.id: asked} if self._end_at_stops(asked) else {}
+        for asked in [one for one in self._open.values() if one.draws.stops]:
+            if not asked.draws.to_the_end:
+                self._end_at_stops(asked)
+            touched[asked.question.id] = asked
         return [sample for asked in touched.values() for sample in self._judged(asked)]
 
     def _end(self, name: str) -> _Asked:
@@ -243,8 +250,7 @@ class EngineSource:
         asked.pending.discard(name)
         return asked
 
-    def _end_at_stops(self, asked: _Asked) -> bool:
-        """End samples in which a stop has come, and return whether there were any."""
+    def _end_at_stops(self, asked: _Asked) -> None:
         longest, found = max(len(stop.encode()) for stop in asked.draws.stops), {}
         for name, ids in self._engine.drawn_so_far(asked.pending).items():
             # A token has at least one byte, so that a new stop begins no further back.
@@ -255,25 +261,22 @@ class EngineSource:
                 found[name] = kept
         spent = self._engine.cancel(found) if found else {}
         for name, text in found.items():
-            asked.finished[self._place[name][1]] = self._cut(asked, text, spent.get(name, 0))
+            self._cut(asked, self._place[name][1], text, spent.get(name, 0))
             self._end(name)
-        return bool(found)
 
-    def _cut(self, asked: _Asked, text: str, drawn: int, logprob: float | None = None) -> RecordedResponse:
-        """Return a response that a stop ended, of ``drawn`` tokens before it was cut, and ask its query anew.
+    def _cut(self, asked: _Asked, index: int, text: str, drawn: int, logprob: float | None = None) -> None:
+        """Take in a response that a stop ended, of ``drawn`` tokens before it was cut, and ask its query anew.
 
         Its log-probability, where known, is the share that its tokens have of all.
         """
-        ids, query, masses = tuple(self._chat.response_ids(text)), self._chat.query, None
+        ids, query = tuple(self._chat.response_ids(text)), self._chat.query
         asked.thrown += max(drawn - len(ids), 0)
-        if self.query_tokens:
-            prompt = (*asked.draws.prompt_ids, *ids, *query.suffix_ids)
-            with suppress(RequestsFailedError):  # the response is there, and has no confidence
-                (masses,) = self._engine.next_token_probabilities([prompt], (*query.yes_ids, *query.no_ids))
-        n = len(query.yes_ids)
-        yes, no = (None, None) if masses is None else (mass_of(masses[:n]), mass_of(masses[n:]))
         logprob = None if logprob is None else logprob * len(ids) / max(drawn, 1)
-        return RecordedResponse(text, ids, "stop", logprob=logprob, yes_mass=yes, no_mass=no)
+        asked.finished[index] = RecordedResponse(text, ids, "stop", logprob=logprob)
+        if self.query_tokens:
+            prompt, wanted = (*asked.draws.prompt_ids, *ids, *query.suffix_ids), (*query.yes_ids, *query.no_ids)
+            with suppress(RequestsFailedError):
+                asked.queries[index] = base.begin_probabilities(self._engine, [prompt], wanted)
 
     def _to_step_end(self, name: str, response: Response) -> Response | RecordedResponse | None:
         """Return a sample up to the end of its step; None, with the next part queued, if the end is not known yet."""
@@ -321,8 +324,11 @@ class EngineSource:
         for name in asked.pending:
             del self._place[name]
         asked.pending.clear()
+        for query in asked.queries.values():
+            query.cancel()
         kept = list(enumerate(sorted(asked.finished), start=asked.delivered))  # no gaps: later ones wait for none
         asked.prefixes = {new: asked.prefixes[old] for new, old in kept if old in asked.prefixes}
+        asked.queries = {new: asked.queries[old] for new, old in kept if old in asked.queries}
         asked.finished = {new: asked.finished[old] for new, old in kept}
         return list(self._judged(asked))
 
@@ -334,6 +340,8 @@ class EngineSource:
         submitted = pending - self._queue.keys()
         drawn = self._engine.cancel(submitted) if submitted else {}
         self._queue = {name: request for name, request in self._queue.items() if name not in pending}
+        for query in [query for asked in ended for query in asked.queries.values()]:
+            query.cancel()
         wasted = {asked.question.id: self._waste(asked, drawn) for asked in ended}
         for name in pending:
             del self._place[name]
@@ -356,6 +364,10 @@ class EngineSource:
 
     def _finished_responses(self) -> dict[str, Response | None]:
         """Return finished responses by request; None for failed ones."""
+        asked_about = [query for asked in self._open.values() for query in asked.queries.values() if not query.done()]
+        if asked_about and not self._place:
+            wait(asked_about, self._patience, FIRST_COMPLETED)
+            return {}
         try:
             responses = self._engine.poll() if self._patience is None else self._engine.poll(self._patience)
         except RequestsFailedError as error:
@@ -373,16 +385,18 @@ class EngineSource:
 
     def _judged(self, asked: _Asked) -> Iterable[Sample]:
         """Yield the samples whose predecessors have all arrived."""
-        while asked.delivered in asked.finished:
-            response = asked.finished.pop(asked.delivered)
-            asked.delivered += 1
-            prefix = asked.prefixes.pop(asked.delivered - 1, ())
+        while (index := asked.delivered) in asked.finished:
+            query = asked.queries.get(index)
+            if query is not None and not query.done():
+                return
+            response, prefix = asked.finished.pop(index), asked.prefixes.pop(index, ())
             if isinstance(response, Response) and prefix:
                 response = continued(prefix, response, self._chat.decode)
-            elif isinstance(response, Response) and (
-                (text := cut_at(response.text, asked.draws.stops)) != response.text
-            ):
-                response = self._cut(asked, text, len(response.token_ids), response.logprob)
+            with suppress(RequestsFailedError, CancelledError):  # the response is there, and has no confidence
+                if query is not None and (masses := asked.queries.pop(index).result()[0]) is not None:
+                    n = len(self._chat.query.yes_ids)
+                    response = replace(response, yes_mass=mass_of(masses[:n]), no_mass=mass_of(masses[n:]))
+            asked.delivered += 1
             yield add_scores(asked.judge.read(response), self.scorers)
 
 

@@ -28,7 +28,7 @@ from selfcal_lightning.confidence.base import P_TRUE, STATED, STORED, add_scores
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.core.progress import say
 from selfcal_lightning.data.tasks.registry import get_task
-from selfcal_lightning.engines.base import RequestsFailedError, mass_of
+from selfcal_lightning.engines.base import Probabilities, RequestsFailedError, begin_probabilities, mass_of
 from selfcal_lightning.engines.openai.transport import is_loopback
 from selfcal_lightning.engines.opening import check_can_draw
 from selfcal_lightning.inference.base import Strategy
@@ -39,7 +39,7 @@ from selfcal_lightning.records import Message, Sample, SamplingSettings
 from selfcal_lightning.serving import bodies
 from selfcal_lightning.serving.bodies import Body, ChatBody, Refused, read_body, refusal_of
 from selfcal_lightning.serving.decisions import Decision
-from selfcal_lightning.serving.desk import Desk, Job, Outcome, Probabilities, Reader
+from selfcal_lightning.serving.desk import Desk, Job, Outcome, Reader
 from selfcal_lightning.serving.feedback import Feedback, Metrics
 from selfcal_lightning.serving.replies import Calibration, Reply, chunk_head, delta, make_reply
 from selfcal_lightning.serving.settings import ServiceSettings
@@ -290,7 +290,7 @@ class Service:
             prompt, ids = chat.prompt_ids(messages), [chat.response_ids(text) for text in texts]
             prompts = [*((*prompt, *response, *query.suffix_ids) for response in ids), *([prompt] if begins else ())]
             wanted = (*query.yes_ids, *query.no_ids, *(response[0] for response in ids if begins))
-            return prompt, ids, self.desk.probabilities(prompts, wanted)
+            return prompt, ids, begin_probabilities(self.desk.engine, prompts, wanted)
 
         def add(samples: list[Sample]) -> list[Sample]:
             self.desk.reading = prompt

@@ -40,7 +40,6 @@ TURN = 0.1  # seconds that newcomers may take at once, while deadlines wait
 _CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 _LOG = logging.getLogger(__name__)
 T = TypeVar("T")
-Probabilities = list[list[float] | None]  # of each prompt; None where the engine refuses it
 
 
 class Reader:
@@ -252,14 +251,6 @@ class Desk:
                 raise Refused(503, "The engine has stopped.")
             self._inbox.put(run)
         return await asyncio.wrap_future(future)
-
-    def probabilities(self, prompts: Sequence[Sequence[int]], token_ids: Sequence[int]) -> Future[Probabilities]:
-        """Ask for next-token probabilities, in the thread; a server's answer is awaited outside of it."""
-        if (begin := getattr(self.engine, "begin_probabilities", None)) is not None:
-            return cast(Future[Probabilities], begin(prompts, token_ids))
-        future: Future[Probabilities] = Future()
-        future.set_result(self.engine.next_token_probabilities(prompts, token_ids))
-        return future
 
     @property
     def load(self) -> int:

@@ -455,6 +455,35 @@ def test_readings_count_for_the_queue_at_once_and_are_answered_before_the_end(
     upstream.close()
 
 
+def test_the_query_of_a_response_that_a_stop_ended_delays_no_other_question(chat: ChatFormat, tiny_model: str) -> None:
+    upstream = FakeServer(canned(chat), chat.tokenizer)
+
+    async def hang_at_the_query(exchange: Exchange) -> None:
+        if "logprob_token_ids" in exchange.body and chat.response_ids("8")[0] not in exchange.body["prompt"]:
+            await asyncio.Event().wait()
+        await upstream._complete(exchange)
+
+    async def ask(server: Service) -> list[Any]:
+        asked = {"model": "m", "messages": MESSAGES, "selfcal": {"strategy": "early_stopping", "max_samples": 1}}
+        async with client_of(server) as client:
+            waits = asyncio.create_task(client.post("/v1/chat/completions", json=asked | {"stop": " 8"}))
+            while len(upstream.completions()) < 2:
+                await asyncio.sleep(0.01)
+            whole = await client.post("/v1/chat/completions", json=asked)
+            return [whole.json(), waits.done(), (await waits).json()]
+
+    with connecting(upstream, tiny_model, chat) as connect:
+        upstream.faults.extend([hang_at_the_query] * 4)
+        with over_upstream(connect(), chat, deadline_s=2.0) as server:
+            whole, was_done, cut = asyncio.run(ask(server))
+            assert server.desk.load == 0
+    upstream.close()
+    said = [answer["choices"][0]["message"]["content"] for answer in (whole, cut)]
+    assert (said, was_done) == (["The answer is 8.", "The answer is"], False)
+    assert whole["selfcal"]["confidence"] is not None
+    assert (cut["selfcal"]["confidence"], cut["selfcal"]["stop_reason"]) == (None, "deadline")
+
+
 @pytest.mark.parametrize(("path", "turns"), zip(READ, (1, 2), strict=True))
 def test_a_reading_waits_for_the_thread_once_a_question(
     chat: ChatFormat, tiny_model: str, path: str, turns: int

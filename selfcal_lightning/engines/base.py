@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, Protocol, cast
 
 from selfcal_lightning.core.errors import InputError, RunError, check_at_least
@@ -143,12 +144,8 @@ def generate(engine: Engine, requests: Sequence[Request]) -> list[Response]:
         RequestsFailedError: Requests were not answered; raised after all others were.
     """
     outcomes: dict[str, Response | Failure] = {}
-    pending = set(engine.submit(requests))
-    try:
-        while pending:
-            outcomes |= _poll(engine, pending)
-    finally:
-        engine.cancel(pending)
+    for news in _outcomes(engine, requests):
+        outcomes |= news
     if failures := {name: outcome for name, outcome in outcomes.items() if isinstance(outcome, Failure)}:
         raise RequestsFailedError(failures)
     return [cast(Response, outcomes[request.id]) for request in requests]
@@ -156,31 +153,31 @@ def generate(engine: Engine, requests: Sequence[Request]) -> list[Response]:
 
 def ask_for_replies(engine: Engine, requests: Sequence[Request]) -> dict[str, Response]:
     """Run ``requests`` to the end and return the replies by request id, without those of requests that are refused."""
-    pending = set(engine.submit(requests))
     replies: dict[str, Response] = {}
-    try:
-        while pending:
-            outcomes = _poll(engine, pending)
-            failures = {name: outcome for name, outcome in outcomes.items() if isinstance(outcome, Failure)}
-            if not all(failure.is_refusal for failure in failures.values()):
-                raise RequestsFailedError(failures)
-            replies |= {name: outcome for name, outcome in outcomes.items() if isinstance(outcome, Response)}
-    finally:
-        engine.cancel(pending)
+    for news in _outcomes(engine, requests):
+        failures = {name: outcome for name, outcome in news.items() if isinstance(outcome, Failure)}
+        if not all(failure.is_refusal for failure in failures.values()):
+            raise RequestsFailedError(failures)
+        replies |= {name: outcome for name, outcome in news.items() if isinstance(outcome, Response)}
     return replies
 
 
-def _poll(engine: Engine, pending: set[str]) -> Mapping[str, Response | Failure]:
-    """Return what came in, which is no longer ``pending``."""
-    outcomes: Mapping[str, Response | Failure]
+def _outcomes(engine: Engine, requests: Sequence[Request]) -> Iterator[Mapping[str, Response | Failure]]:
+    """Yield what comes in, by request id, until nothing is missing; a caller that stops cancels the others."""
+    pending = set(engine.submit(requests))
     try:
-        outcomes = {response.request_id: response for response in engine.poll()}
-    except RequestsFailedError as error:
-        outcomes = error.failures
-    if not outcomes:
-        raise RunError(f"Expected the engine to continue, but got nothing with {len(pending)} in flight.")
-    pending.difference_update(outcomes)
-    return outcomes
+        while pending:
+            news: Mapping[str, Response | Failure]
+            try:
+                news = {response.request_id: response for response in engine.poll()}
+            except RequestsFailedError as error:
+                news = error.failures
+            if not news:
+                raise RunError(f"Expected the engine to continue, but got nothing with {len(pending)} in flight.")
+            pending.difference_update(news)
+            yield news
+    finally:
+        engine.cancel(pending)
 
 
 def begin_probabilities(
@@ -192,6 +189,68 @@ def begin_probabilities(
     future: Future[Probabilities] = Future()
     future.set_result(engine.next_token_probabilities(prompts, token_ids))
     return future
+
+
+class InFlight:
+    """Requests in another process or on a server: samples by id and by the engine's number for them, scores by number.
+
+    Outcomes are delivered in the order in which they came in, so that a caller sees failures in a row.
+    """
+
+    def __init__(self) -> None:
+        self._number_of: dict[str, int] = {}
+        self._news: list[Response | tuple[str, Failure]] = []
+        self.scores: dict[int, list[float] | Failure | None] = {}  # by number; None is awaited
+
+    @property
+    def has_news(self) -> bool:
+        return bool(self._news)
+
+    def check_new(self, requests: Sequence[Request]) -> None:
+        taken = set(self._number_of)
+        for request in requests:
+            if request.id in taken:
+                raise InputError(f"Expected request ids to be unique in flight, but got {request.id!r} twice.")
+            taken.add(request.id)
+
+    def begin(self, numbers: Mapping[str, int]) -> None:
+        self._number_of |= numbers
+
+    def answer(self, response: Response) -> None:
+        del self._number_of[response.request_id]
+        self._news.append(response)
+
+    def fail(self, name: str, failure: Failure) -> None:
+        del self._number_of[name]
+        self._news.append((name, failure))
+
+    def deliver(self) -> list[Response]:
+        """Return the responses that came in first, or raise the failures that did."""
+        first = list(next((group for _, group in groupby(self._news, key=type)), ()))
+        del self._news[: len(first)]
+        if failures := dict(one for one in first if isinstance(one, tuple)):
+            raise RequestsFailedError(failures)
+        return cast(list[Response], first)
+
+    def drop(self, ids: Iterable[str]) -> tuple[dict[str, int], dict[int, str]]:
+        """Forget requests; return the tokens of undelivered responses by id, and the names of the others by number."""
+        dropped = set(ids)
+        responses = (news for news in self._news if isinstance(news, Response))
+        thrown_away = {one.request_id: len(one.token_ids) for one in responses if one.request_id in dropped}
+        self._news = [n for n in self._news if (n.request_id if isinstance(n, Response) else n[0]) not in dropped]
+        return thrown_away, {self._number_of.pop(name): name for name in dropped & self._number_of.keys()}
+
+
+def read_scores(answers: Sequence[Sequence[list[float] | Failure | None]]) -> list[list[float] | None]:
+    """Return the probabilities of each prompt from its parts; None where it was refused."""
+    failures = [next((part for part in parts if isinstance(part, Failure)), None) for parts in answers]
+    lost = {i: failure for i, failure in enumerate(failures) if failure is not None and not failure.is_refusal}
+    if lost:
+        raise RequestsFailedError({f"prompt {i} of next_token_probabilities": why for i, why in lost.items()})
+    return [
+        [value for part in parts for value in cast(list[float], part)] if failure is None else None
+        for parts, failure in zip(answers, failures, strict=True)
+    ]
 
 
 def check_request(

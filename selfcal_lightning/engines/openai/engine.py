@@ -16,16 +16,8 @@ from typing import Any
 
 from selfcal_lightning.core.errors import InputError, RunError, check_at_least
 from selfcal_lightning.core.imports import check_installed
+from selfcal_lightning.engines import base
 from selfcal_lightning.engines.activated_probe import ProbeGroups, Table, make_probe, query_settings, try_adapter
-from selfcal_lightning.engines.base import (
-    Failure,
-    check_prompts,
-    check_request,
-    ends_with_query,
-    mass_of,
-    response_room,
-)
-from selfcal_lightning.engines.in_flight import InFlight, read_scores
 from selfcal_lightning.engines.openai.server import (
     WAY_OUT,
     ServerFacts,
@@ -146,7 +138,7 @@ class OpenAIEngine:
         self._closed = False
         self._numbers = itertools.count()
         self._flights: dict[int, Flight] = {}
-        self._in_flight = InFlight()
+        self._in_flight = base.InFlight()
 
     @property
     def max_context(self) -> int:
@@ -162,7 +154,7 @@ class OpenAIEngine:
         self._in_flight.check_new(requests)
         for request in requests:
             check_sampling(request.sampling, server_edt=self._server_edt)
-            check_request(
+            base.check_request(
                 request, max_context=self.max_context, end_ids=self._stop_token_ids, query_ids=self._query_ids
             )
         flights = {next(self._numbers): Flight(request) for request in requests}
@@ -212,10 +204,10 @@ class OpenAIEngine:
         self._ensure_started()
         if not with_adapter and self._identity["adapter"] is not None and self._query_ids is None:
             raise InputError("Expected `with_adapter`, since the server has no name for the model without its adapter.")
-        check_prompts(prompts, self.max_context)
+        base.check_prompts(prompts, self.max_context)
         jobs = self._jobs
 
-        async def score_one(prompt: tuple[int, ...]) -> list[float] | Failure:
+        async def score_one(prompt: tuple[int, ...]) -> list[float] | base.Failure:
             try:
                 return await self._probabilities(prompt, tuple(token_ids), with_adapter=with_adapter)
             except ServerError as error:
@@ -223,7 +215,7 @@ class OpenAIEngine:
 
         async def score_all() -> list[list[float] | None]:
             answers = await jobs.run_first([partial(score_one, tuple(prompt)) for prompt in prompts])
-            return read_scores([[answer] for answer in answers])
+            return base.read_scores([[answer] for answer in answers])
 
         return jobs.start(score_all())
 
@@ -245,7 +237,7 @@ class OpenAIEngine:
 
     def close(self) -> None:
         self._closed = True
-        self._flights, self._in_flight = {}, InFlight()
+        self._flights, self._in_flight = {}, base.InFlight()
         jobs, self._jobs = self._jobs, None
         if jobs is not None:
             jobs.close(last=self._transport.close)
@@ -319,7 +311,7 @@ class OpenAIEngine:
 
     async def _answer(self, flight: Flight) -> Response:
         request, deadline = flight.request, self._time_limit()
-        stops, room = self._stop_token_ids, response_room(request, self._facts.max_context)
+        stops, room = self._stop_token_ids, base.response_room(request, self._facts.max_context)
         body = sample_body(request, max_tokens=room, stop_token_ids=stops, interval=self._interval)
         begin = partial(flight.begin, stops, max_tokens=room, vocabulary=self._vocabulary)
         asked = {"model": self._facts.served_model, **body}
@@ -330,7 +322,7 @@ class OpenAIEngine:
         ids = (*request.context_ids, *response.token_ids, *query.suffix_ids)
         masses = await self._probabilities(ids, (*query.yes_ids, *query.no_ids), deadline=deadline)
         yes, no = masses[: len(query.yes_ids)], masses[len(query.yes_ids) :]
-        return replace(response, yes_mass=mass_of(yes), no_mass=mass_of(no))
+        return replace(response, yes_mass=base.mass_of(yes), no_mass=base.mass_of(no))
 
     async def _probabilities(
         self,
@@ -340,7 +332,7 @@ class OpenAIEngine:
         deadline: float | None = None,
         with_adapter: bool = True,
     ) -> list[float]:
-        awake = with_adapter and ends_with_query(prompt, self._query_ids)
+        awake = with_adapter and base.ends_with_query(prompt, self._query_ids)
         name = self._facts.adapter if awake else self._facts.served_model
         return await score(self._transport, name, prompt, token_ids, deadline or self._time_limit())
 
@@ -358,5 +350,5 @@ class OpenAIEngine:
         else:
             self._in_flight.fail(flight.request.id, self._failure(error))
 
-    def _failure(self, error: ServerError) -> Failure:
-        return Failure(presentable(str(error), key=self._key), is_refusal=is_refusal(error))
+    def _failure(self, error: ServerError) -> base.Failure:
+        return base.Failure(presentable(str(error), key=self._key), is_refusal=is_refusal(error))

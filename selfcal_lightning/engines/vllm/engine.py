@@ -14,9 +14,8 @@ from typing import Any, cast
 
 from selfcal_lightning.core.errors import InputError, RunError, check_at_least
 from selfcal_lightning.core.imports import check_installed
+from selfcal_lightning.engines import base
 from selfcal_lightning.engines.activated_probe import query_settings
-from selfcal_lightning.engines.base import MAX_SCORED_IDS, Failure, check_prompts, check_request, response_room
-from selfcal_lightning.engines.in_flight import InFlight, read_scores
 from selfcal_lightning.engines.vllm import process, records
 from selfcal_lightning.engines.vllm.process import WorkerProcess, is_cpu_build
 from selfcal_lightning.engines.vllm.records import Flight, FlightBook, VLLMStatistics
@@ -123,7 +122,7 @@ class VLLMEngine:
         self._cancel_calls = self._cancel_answers = 0
         self._drawn: dict[int, int] = {}
         self._book = FlightBook()
-        self._in_flight = InFlight()
+        self._in_flight = base.InFlight()
         # Crashes, and the prompts that were quarantined, since a request was last finished.
         self._crashes, self._quarantined = 0, set[tuple[int, ...]]()
         self._totals, self._child = Counter[str](), Counter[str]()  # the child counts from its own start
@@ -144,7 +143,7 @@ class VLLMEngine:
         for request in requests:
             self._check_ids(f"the prompt of request {request.id!r}", request.context_ids)
             ends = self._settings["stop_token_ids"]
-            check_request(request, max_context=self.max_context, end_ids=ends, query_ids=self._query_ids)
+            base.check_request(request, max_context=self.max_context, end_ids=ends, query_ids=self._query_ids)
         numbers = self._book.add(
             Flight(request.id, tuple(map(int, request.context_ids)), request) for request in requests
         )
@@ -180,11 +179,11 @@ class VLLMEngine:
     ) -> list[list[float] | None]:
         """See ``Engine``; None stands for a prompt that crashes the engine, or that vLLM refuses."""
         self._ensure_started()
-        check_prompts(prompts, self.max_context)
+        base.check_prompts(prompts, self.max_context)
         for what, ids in (("`token_ids`", token_ids), *((f"prompt {i}", prompt) for i, prompt in enumerate(prompts))):
             self._check_ids(what, ids)
         wanted = tuple(map(int, token_ids))
-        chunks = [wanted[start : start + MAX_SCORED_IDS] for start in range(0, len(wanted), MAX_SCORED_IDS)]
+        chunks = [wanted[start : start + base.MAX_SCORED_IDS] for start in range(0, len(wanted), base.MAX_SCORED_IDS)]
         numbers = self._book.add(
             (
                 Flight(f"prompt {i} of next_token_probabilities", tuple(map(int, prompt)), None, chunk, with_adapter)
@@ -195,13 +194,13 @@ class VLLMEngine:
         )
         self._in_flight.scores |= dict.fromkeys(numbers)
         try:
-            while self._in_flight.awaits_score(numbers):
+            while any(self._in_flight.scores[number] is None for number in numbers):
                 self._work()
         finally:
             answers = iter([self._in_flight.scores.pop(number) for number in numbers])
             for number in numbers:
                 self._book.drop(number)
-        return read_scores([list(islice(answers, len(chunks))) for _ in prompts])
+        return base.read_scores([list(islice(answers, len(chunks))) for _ in prompts])
 
     def describe(self) -> dict[str, Any]:
         self._ensure_started()
@@ -344,7 +343,7 @@ class VLLMEngine:
         if self._process is None or not (group := self._book.take(2 * self._limits["max_batch"])):
             return
         most = self._limits["max_context"]
-        messages = list(records.wire_messages(group, lambda request: response_room(request, most)))
+        messages = list(records.wire_messages(group, lambda request: base.response_room(request, most)))
         for message in messages:  # a crash on the way puts the whole group back
             self._send(message)
 
@@ -381,7 +380,7 @@ class VLLMEngine:
         return flight
 
     def _refuse(self, number: int, flight: Flight, reason: str) -> None:
-        failure = Failure(reason, is_refusal=True)
+        failure = base.Failure(reason, is_refusal=True)
         if flight.request is None:
             self._in_flight.scores[number] = failure
         else:

@@ -390,10 +390,11 @@ class EngineSource:
             if query is not None and not query.done():
                 return
             response, prefix = asked.finished.pop(index), asked.prefixes.pop(index, ())
+            asked.queries.pop(index, None)
             if isinstance(response, Response) and prefix:
                 response = continued(prefix, response, self._chat.decode)
             with suppress(RequestsFailedError, CancelledError):  # the response is there, and has no confidence
-                if query is not None and (masses := asked.queries.pop(index).result()[0]) is not None:
+                if isinstance(response, RecordedResponse) and query is not None and (masses := query.result()[0]):
                     n = len(self._chat.query.yes_ids)
                     response = replace(response, yes_mass=mass_of(masses[:n]), no_mass=mass_of(masses[n:]))
             asked.delivered += 1

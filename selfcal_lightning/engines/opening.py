@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from selfcal_lightning.core.errors import InputError, did_you_mean
 from selfcal_lightning.core.imports import check_installed
 from selfcal_lightning.engines.base import Engine
-from selfcal_lightning.engines.openai.server import check_reachable
+from selfcal_lightning.engines.openai.engine import OpenAIEngine, check_reachable
 from selfcal_lightning.engines.openai.transport import check_base_url
 from selfcal_lightning.engines.openai.wire import check_sampling
 from selfcal_lightning.engines.settings import EngineName, EngineOptions
@@ -85,8 +85,6 @@ def engine_class(name: EngineName) -> Callable[..., Engine]:
 
         return VLLMEngine
     if name == "openai":
-        from selfcal_lightning.engines.openai.engine import OpenAIEngine
-
         return OpenAIEngine
     from selfcal_lightning.engines.transformers.engine import TransformersEngine
 
@@ -108,7 +106,7 @@ def check_engine(options: EngineOptions, model: str) -> None:
     if options.is_remote:
         check_installed("aiohttp", extra="openai")
         check_name(str(options.engine_args.get("tokenizer") or model), revision=options.revision)
-        address = options.base_url or inspect.signature(engine_class("openai")).parameters["base_url"].default
+        address = options.base_url or inspect.signature(OpenAIEngine).parameters["base_url"].default
         check_reachable(check_base_url(address, allow_http=bool(options.engine_args.get("allow_http"))))
         return
     if options.name == "vllm":

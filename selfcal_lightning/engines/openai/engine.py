@@ -6,42 +6,44 @@ import asyncio
 import itertools
 import math
 import queue
+import socket
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
+from http import HTTPStatus
 from typing import Any
+from urllib.parse import urlsplit
 
 from selfcal_lightning.core.errors import InputError, RunError, check_at_least
 from selfcal_lightning.core.imports import check_installed
 from selfcal_lightning.engines import base
 from selfcal_lightning.engines.activated_probe import ProbeGroups, Table, make_probe, query_settings, try_adapter
-from selfcal_lightning.engines.openai.server import (
-    WAY_OUT,
-    ServerFacts,
-    ask_models,
-    base_of,
-    check_features,
-    context_of,
-    score,
-)
-from selfcal_lightning.engines.openai.transport import (
-    BackgroundJobs,
-    Transport,
-    check_base_url,
-    is_refusal,
-    presentable,
-    presentably,
-    read_key,
-)
-from selfcal_lightning.engines.openai.wire import Flight, ServerError, check_sampling, choose_model, sample_body
+from selfcal_lightning.engines.openai import transport, wire
 from selfcal_lightning.models.chat_format import ChatFormat, generation_end_ids, load_tokenizer, vocabulary_size
 from selfcal_lightning.models.folders import adapter_identity, read_invocation_ids, resolve_model, weights_sha256
 from selfcal_lightning.records import Request, Response
 
 _DEFAULT_BATCH = 64
+_TRIES, _WAIT_SECONDS, _CONNECT_SECONDS = 3, 1.0, 5.0
+_PORTS = {"http": 80, "https": 443}
+_PROBE_TEXT = "Is 17 + 25 = 42?\nYes: a na\u00efve sum. No?"
+_KEY_IS_WRONG = {HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN}
+_WAY_OUT = (
+    f"Start vLLM's server with the environment variable {base.ADAPTER_VARIABLE} naming the adapter's folder, "
+    "`--enable-lora --max-loras 2 --lora-modules NAME=FOLDER`, and on a CPU `--enforce-eager`, where this project is "
+    "installed too."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ServerFacts:
+    served_model: str
+    max_context: int
+    version: str | None
+    adapter: str | None
 
 
 class OpenAIEngine:
@@ -121,7 +123,7 @@ class OpenAIEngine:
             raise InputError(f"Expected `served_model` to be the server's name for `adapter` {adapter!r}, got None.")
         if not deadline > 0.0:
             raise InputError(f"Expected `deadline` to be above 0 seconds, but got {deadline}.")
-        self.model, self.base_url = resolve_model(model), check_base_url(base_url, allow_http=allow_http)
+        self.model, self.base_url = resolve_model(model), transport.check_base_url(base_url, allow_http=allow_http)
         self._served_model, self._tokenizer = served_model, tokenizer or self.model
         self._identity = {"revision": revision, "weights": weights, "adapter": adapter, "dtype": dtype}
         self._query_ids = None if adapter is None else read_invocation_ids(adapter)
@@ -132,12 +134,12 @@ class OpenAIEngine:
         self._max_batch, self._deadline, self._interval = max_batch, deadline, stream_interval
         self._retrying = max_retries, first_wait, longest_wait
         self._key: str | None = None
-        self._jobs: BackgroundJobs | None = None
-        self._transport: Transport | None = None
+        self._jobs: transport.BackgroundJobs | None = None
+        self._client: transport.Transport | None = None
         self._facts: ServerFacts | None = None
         self._closed = False
         self._numbers = itertools.count()
-        self._flights: dict[int, Flight] = {}
+        self._flights: dict[int, wire.Flight] = {}
         self._in_flight = base.InFlight()
 
     @property
@@ -153,11 +155,11 @@ class OpenAIEngine:
         self._ensure_started()
         self._in_flight.check_new(requests)
         for request in requests:
-            check_sampling(request.sampling, server_edt=self._server_edt)
+            wire.check_sampling(request.sampling, server_edt=self._server_edt)
             base.check_request(
                 request, max_context=self.max_context, end_ids=self._stop_token_ids, query_ids=self._query_ids
             )
-        flights = {next(self._numbers): Flight(request) for request in requests}
+        flights = {next(self._numbers): wire.Flight(request) for request in requests}
         self._flights |= flights
         self._in_flight.begin({flight.request.id: number for number, flight in flights.items()})
         self._jobs.add([(number, partial(self._answer, flight)) for number, flight in flights.items()])
@@ -184,9 +186,7 @@ class OpenAIEngine:
         flights = {number: self._flights.pop(number) for number in names}
         if flights:
             self._jobs.drop(flights)
-        begun = (flight for flight in flights.values() if flight.reader is not None)
-        thrown_away |= {flight.request.id: flight.num_tokens for flight in begun}
-        return thrown_away
+        return thrown_away | {f.request.id: f.reader.num_tokens for f in flights.values() if f.reader is not None}
 
     def next_token_probabilities(
         self, prompts: Sequence[Sequence[int]], token_ids: Sequence[int], *, with_adapter: bool = True
@@ -210,7 +210,7 @@ class OpenAIEngine:
         async def score_one(prompt: tuple[int, ...]) -> list[float] | base.Failure:
             try:
                 return await self._probabilities(prompt, tuple(token_ids), with_adapter=with_adapter)
-            except ServerError as error:
+            except wire.ServerError as error:
                 return self._failure(error)
 
         async def score_all() -> list[list[float] | None]:
@@ -240,7 +240,7 @@ class OpenAIEngine:
         self._flights, self._in_flight = {}, base.InFlight()
         jobs, self._jobs = self._jobs, None
         if jobs is not None:
-            jobs.close(last=self._transport.close)
+            jobs.close(last=self._client.close)
 
     def _ensure_open(self) -> None:
         if self._closed:
@@ -257,28 +257,38 @@ class OpenAIEngine:
             ends = self._chat.end_of_turn_ids | generation_end_ids(self._tokenizer, revision=revision)
             self._stop_token_ids = sorted(ends)
         self._vocabulary = max(len(self._chat.tokenizer), vocabulary_size(self._tokenizer, revision=revision))
-        self._key = read_key(self._api_key_env)
-        transport = Transport(self.base_url, self._key, self._max_batch + 1, *self._retrying)
-        jobs = BackgroundJobs(limit=self._max_batch)
+        self._key = transport.read_key(self._api_key_env)
+        client = transport.Transport(self.base_url, self._key, self._max_batch + 1, *self._retrying)
+        jobs = transport.BackgroundJobs(limit=self._max_batch)
         try:
-            self._facts = jobs.run(presentably(self._inspect(transport), key=self._key))
+            self._facts = jobs.run(transport.presentably(self._inspect(client), key=self._key))
             if self._query_ids is not None:
-                self._try_adapter(jobs, transport)
+                self._try_adapter(jobs, client)
         except BaseException:
-            jobs.close(last=transport.close)
+            jobs.close(last=client.close)
             raise
-        self._jobs, self._transport = jobs, transport
+        self._jobs, self._client = jobs, client
 
-    async def _inspect(self, transport: Transport) -> ServerFacts:
+    async def _inspect(self, client: transport.Transport) -> ServerFacts:
         deadline = self._time_limit()
-        answer = await ask_models(transport, key_name=self._api_key_env, deadline=deadline)
+        answer = await ask_models(client, key_name=self._api_key_env, deadline=deadline)
         adapter = None if self._query_ids is None else self._served_model
         wanted = self._served_model if adapter is None else base_of(answer, adapter)
-        name, limit = choose_model(answer, wanted=wanted, default=self.model)
-        version = await check_features(transport, name, self._chat, server_edt=self._server_edt, deadline=deadline)
-        return ServerFacts(name, context_of(self._max_context, limit), version, adapter)
+        name, limit = wire.choose_model(answer, wanted=wanted, default=self.model)
+        root = client.base_url.removesuffix("/v1")
+        version = (await _offered(client, f"{root}/version", None, deadline)).get("version")
+        await _check_tokenizer(client, f"{root}/tokenize", name, self._chat, deadline)
+        if self._server_edt:
+            await _check_edt(client, name, self._chat, deadline)
+        if self._max_context is None and limit is None:
+            raise InputError("Expected `max_context` to be given, since the server does not tell its limit.")
+        most = self._max_context if limit is None else limit - 1  # vLLM's also counts the token that answers the query
+        if self._max_context is not None and self._max_context > most:
+            wanted = f"`max_context` to be at most {most} for this server"
+            raise InputError(f"Expected {wanted}, but got {self._max_context}.")
+        return ServerFacts(name, self._max_context or most, version if isinstance(version, str) else None, adapter)
 
-    def _try_adapter(self, jobs: BackgroundJobs, transport: Transport) -> None:
+    def _try_adapter(self, jobs: transport.BackgroundJobs, client: transport.Transport) -> None:
         settings = query_settings(self._chat.query, self._query_ids)
         sizes = {"vocabulary": self._vocabulary, "longest": self._facts.max_context}
         probe = make_probe(settings["query"], settings["token_ids"], **sizes)
@@ -288,18 +298,18 @@ class OpenAIEngine:
             deadline = self._time_limit()
             names = {True: self._facts.adapter, False: self._facts.served_model}
             tables = (
-                asyncio.gather(*(score(transport, names[awake], ids, probe.token_ids, deadline) for ids in prompts))
+                asyncio.gather(*(score(client, names[awake], ids, probe.token_ids, deadline) for ids in prompts))
                 for prompts, awake in groups
             )
             return await asyncio.gather(*tables)
 
         def ask(groups: ProbeGroups) -> list[Table]:
-            return jobs.run(presentably(ask_all(groups), key=self._key))
+            return jobs.run(transport.presentably(ask_all(groups), key=self._key))
 
         try:
             awake = try_adapter(ask, probe, exact=exact, engine="the server")
         except InputError as error:
-            raise InputError(f"{error} {WAY_OUT}") from None
+            raise InputError(f"{error} {_WAY_OUT}") from None
         if exact and weights is not None:
             from selfcal_lightning.engines.transformers.contexts import hold_against_module
 
@@ -309,13 +319,18 @@ class OpenAIEngine:
     def _time_limit(self) -> float:
         return asyncio.get_running_loop().time() + self._deadline
 
-    async def _answer(self, flight: Flight) -> Response:
+    async def _answer(self, flight: wire.Flight) -> Response:
         request, deadline = flight.request, self._time_limit()
         stops, room = self._stop_token_ids, base.response_room(request, self._facts.max_context)
-        body = sample_body(request, max_tokens=room, stop_token_ids=stops, interval=self._interval)
-        begin = partial(flight.begin, stops, max_tokens=room, vocabulary=self._vocabulary)
+        body = wire.sample_body(request, max_tokens=room, stop_token_ids=stops, interval=self._interval)
+
+        def begin() -> wire.SampleReader:
+            sizes = {"max_tokens": room, "vocabulary": self._vocabulary}
+            flight.reader = wire.SampleReader(stops, step_ids=request.step_ids, **sizes)
+            return flight.reader
+
         asked = {"model": self._facts.served_model, **body}
-        reader = await self._transport.stream("completions", asked, deadline=deadline, begin=begin)
+        reader = await self._client.stream("completions", asked, deadline=deadline, begin=begin)
         response = reader.response(request.id, self._chat)
         if (query := request.query) is None:
             return response
@@ -334,14 +349,14 @@ class OpenAIEngine:
     ) -> list[float]:
         awake = with_adapter and base.ends_with_query(prompt, self._query_ids)
         name = self._facts.adapter if awake else self._facts.served_model
-        return await score(self._transport, name, prompt, token_ids, deadline or self._time_limit())
+        return await score(self._client, name, prompt, token_ids, deadline or self._time_limit())
 
     def _work_off(self) -> None:
         for outcome in self._jobs.take_ready() if self._jobs is not None else ():
             self._take_in(*outcome)
 
     def _take_in(self, number: int, result: Any, error: BaseException | None) -> None:
-        if error is not None and not isinstance(error, ServerError):
+        if error is not None and not isinstance(error, wire.ServerError):
             raise error
         if (flight := self._flights.pop(number, None)) is None:
             return  # it finished while it was being dropped
@@ -350,5 +365,99 @@ class OpenAIEngine:
         else:
             self._in_flight.fail(flight.request.id, self._failure(error))
 
-    def _failure(self, error: ServerError) -> base.Failure:
-        return base.Failure(presentable(str(error), key=self._key), is_refusal=is_refusal(error))
+    def _failure(self, error: wire.ServerError) -> base.Failure:
+        reason = transport.presentable(str(error), key=self._key)
+        return base.Failure(reason, is_refusal=transport.is_refusal(error))
+
+
+def check_reachable(base_url: str) -> None:
+    """Raise RunError where no connection to the server can be made, in three attempts a second apart."""
+    address = urlsplit(base_url)
+    place = (address.hostname or "", address.port or _PORTS.get(address.scheme, 80))
+    problem = OSError()
+    for attempt in range(_TRIES):
+        if attempt:
+            time.sleep(_WAIT_SECONDS)
+        try:
+            with socket.create_connection(place, timeout=_CONNECT_SECONDS):
+                return
+        except OSError as error:
+            problem = error
+    raise RunError(
+        f"Expected a server at {base_url}, but got no connection: {problem.strerror or problem}. Start it (`vllm serve "
+        "MODEL`) and wait until it listens, or give its address by `base_url`."
+    ) from problem
+
+
+def base_of(answer: Any, adapter: str) -> str:
+    """Return a server's name for the model that an adapter is on."""
+    models = wire.list_models(answer)
+    parent = models[adapter].get("parent") if adapter in models else None
+    if not isinstance(parent, str) or parent not in models:
+        raise InputError(
+            f"Expected `served_model` to be a server's name for an adapter on one of its models, but got {adapter!r}. "
+            f"It has: {', '.join(models)}. {_WAY_OUT}"
+        )
+    return parent
+
+
+async def ask_models(client: transport.Transport, *, key_name: str, deadline: float) -> Any:
+    try:
+        return await client.get("models", deadline=deadline)
+    except transport.StatusError as error:
+        if error.status in _KEY_IS_WRONG:
+            raise wire.ServerError(f"{error} Expected the key in the environment variable {key_name}.") from None
+        wanted = "Expected `base_url` to be the address before `/models`, such as .../v1."
+        raise wire.ServerError(f"{error} {wanted}") from None
+
+
+async def _offered(
+    client: transport.Transport, url: str, body: dict[str, Any] | None, deadline: float
+) -> dict[str, Any]:
+    """Return the answer of a place that not every server has; nothing where it has no such place."""
+    try:
+        asked = client.get(url, deadline=deadline) if body is None else client.post(url, body, deadline=deadline)
+        answer = await asked
+    except wire.ServerError:  # it may be a page in HTML; a server that is out of order shows it at the first request
+        return {}
+    return answer if isinstance(answer, dict) else {}
+
+
+async def _check_tokenizer(client: transport.Transport, url: str, name: str, chat: ChatFormat, deadline: float) -> None:
+    """Raise InputError where the server cuts a text into other tokens: our prompts would be nonsense to it."""
+    body = {"model": name, "prompt": _PROBE_TEXT, "add_special_tokens": False}
+    answer = await _offered(client, url, body, deadline)
+    ours = chat.tokenizer.encode(_PROBE_TEXT, add_special_tokens=False)
+    if answer.get("tokens", ours) != ours:
+        raise InputError(
+            f"Expected `tokenizer` to cut {_PROBE_TEXT!r} as the server's does, but {chat.tokenizer.name_or_path!r} "
+            f"gives {ours} and the server's {answer['tokens']}. Name the tokenizer of the model {name!r}."
+        )
+
+
+async def _check_edt(client: transport.Transport, name: str, chat: ChatFormat, deadline: float) -> None:
+    """Refuse a server that ignores EDT and would draw at temperature 1; our logits processor refuses this body."""
+    try:
+        body = {"model": name, "prompt": [chat.pad_id], "max_tokens": 1, "temperature": 0.5}
+        await client.post("completions", {**body, "vllm_xargs": {wire.EDT_ARG: [0.8, 0.8, 1.0]}}, deadline=deadline)
+    except transport.StatusError as error:
+        if error.status == HTTPStatus.BAD_REQUEST and wire.EDT_ARG in str(error):
+            return
+        raise
+    raise InputError(
+        "Expected the server to know entropy-based dynamic temperature, as `server_edt` says, but it does not. "
+        f"Start it with `--logits-processors {base.EDT_PROCESSOR}`, or set `server_edt` to false and `edt_scale` to "
+        "null."
+    )
+
+
+async def score(
+    client: transport.Transport, name: str, prompt: Sequence[int], token_ids: Sequence[int], deadline: float
+) -> list[float]:
+    """Return p(token | prompt) of each token, in as many parts as the server takes."""
+    found: list[float] = []
+    for start in range(0, len(token_ids), base.MAX_SCORED_IDS):
+        chunk = token_ids[start : start + base.MAX_SCORED_IDS]
+        body = {"model": name, **wire.score_body(prompt, chunk)}
+        found += wire.read_probabilities(await client.post("completions", body, deadline=deadline), chunk)
+    return found

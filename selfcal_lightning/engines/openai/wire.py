@@ -254,12 +254,3 @@ class Flight:
 
     request: Request
     reader: SampleReader | None = None
-
-    @property
-    def num_tokens(self) -> int:
-        return 0 if self.reader is None else self.reader.num_tokens
-
-    def begin(self, stop_token_ids: Sequence[int], *, max_tokens: int, vocabulary: int) -> SampleReader:
-        step_ids = self.request.step_ids
-        self.reader = SampleReader(stop_token_ids, max_tokens=max_tokens, vocabulary=vocabulary, step_ids=step_ids)
-        return self.reader

@@ -115,7 +115,7 @@ def test_cancelling_closes_the_connection_and_tells_what_came(
     server.faults.extend([is_silent(after=EVENT), is_silent()])
     engine = connect(max_batch=2, deadline=600.0)
     engine.submit(requests_of(chat, 4))
-    wait_until(lambda: sorted(flight.num_tokens for flight in engine._flights.values()) == [0, 0, 0, 2])
+    wait_until(lambda: sorted(map(len, engine.drawn_so_far("0123").values())) == [0, 2])
     wait_until(lambda: len(server.completions()) == 2)
     begun = engine.cancel(["0", "1", "3", "unknown"])
     assert sorted(begun.values()) == [0, 2]

@@ -14,7 +14,7 @@ from support.module_batches import MIXED, NO_DROPOUT, batch_of
 from support.vllm_server import small_vllm
 
 from selfcal_lightning.engines.base import generate
-from selfcal_lightning.engines.transformers import contexts as transformers_sleep
+from selfcal_lightning.engines.transformers import slots as transformers_sleep
 from selfcal_lightning.engines.vllm.engine import VLLMEngine
 from selfcal_lightning.engines.vllm.records import EngineCrashedError
 from selfcal_lightning.records import Request, SamplingSettings

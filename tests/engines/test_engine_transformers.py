@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.engines.base import Engine, generate
 from selfcal_lightning.engines.sampling.sampler import is_complete, store_fingerprint
-from selfcal_lightning.engines.transformers import contexts
+from selfcal_lightning.engines.transformers import slots as slot_state
 from selfcal_lightning.engines.transformers.engine import TransformersEngine
 from selfcal_lightning.engines.transformers.model import CachedModel
 from selfcal_lightning.engines.transformers.slots import SlotRows
@@ -278,7 +278,7 @@ def test_a_prompt_whose_slot_was_half_overwritten_is_encoded_again(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(contexts, "_encode_prefixes", interrupt)
+        patch.setattr(slot_state, "_encode_prefixes", interrupt)
         with pytest.raises(KeyboardInterrupt):
             generate(engine, [second])
     assert generate(engine, [first]) == [expected]

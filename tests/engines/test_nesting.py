@@ -20,11 +20,13 @@ def test_every_context_is_in_one_row() -> None:
 
 def test_a_tail_sees_its_own_context_alone() -> None:
     """A trunk a b c with tails of two tokens behind c and behind a, and a shorter row of one tail."""
-    batch = nested_batch([NestedRow((0, 1), (3, 1)), NestedRow((2,), (2,))], [(5, 6, 7), (5,), (8, 9)], (1, 2))
-    assert batch.ids.tolist() == [[1, 2, 1, 2, 5, 6, 7], [1, 2, 0, 0, 8, 9, 0]]
-    assert batch.positions.tolist() == [[3, 4, 1, 2, 0, 1, 2], [2, 3, 0, 0, 0, 1, 0]]
-    assert batch.last.tolist() == [1, 3]
-    first, second = batch.visible[:, 0].int()
+    ids, positions, visible, last = nested_batch(
+        [NestedRow((0, 1), (3, 1)), NestedRow((2,), (2,))], [(5, 6, 7), (5,), (8, 9)], (1, 2)
+    )
+    assert ids.tolist() == [[1, 2, 1, 2, 5, 6, 7], [1, 2, 0, 0, 8, 9, 0]]
+    assert positions.tolist() == [[3, 4, 1, 2, 0, 1, 2], [2, 3, 0, 0, 0, 1, 0]]
+    assert last.tolist() == [1, 3]
+    first, second = visible[:, 0].int()
     assert first.tolist() == [
         [1, 0, 0, 0, 1, 1, 1],
         [1, 1, 0, 0, 1, 1, 1],

@@ -311,7 +311,7 @@ class OpenAIEngine:
         except InputError as error:
             raise InputError(f"{error} {_WAY_OUT}") from None
         if exact and weights is not None:
-            from selfcal_lightning.engines.transformers.contexts import hold_against_module
+            from selfcal_lightning.engines.transformers.slots import hold_against_module
 
             origin = {"model": weights, "revision": self._identity["revision"], "adapter": self._identity["adapter"]}
             hold_against_module(awake, probe.contexts, settings, engine="the server", **origin)

@@ -15,11 +15,10 @@ from torch import Tensor
 from selfcal_lightning.core.errors import InputError, RunError, check_at_least
 from selfcal_lightning.engines.base import check_prompts, check_query, check_request, ends_with_query, response_room
 from selfcal_lightning.engines.hidden_states import LevelSettings, PromptStates
-from selfcal_lightning.engines.transformers.contexts import check_sleep, encode_contexts, read_queries
 from selfcal_lightning.engines.transformers.model import CachedModel, SlotCache, load_network
 from selfcal_lightning.engines.transformers.prefixes import chunks_of, nested_rows
 from selfcal_lightning.engines.transformers.prompt_states import read_prompt_states
-from selfcal_lightning.engines.transformers.slots import SlotRows
+from selfcal_lightning.engines.transformers.slots import SlotRows, check_sleep, encode_contexts, read_queries
 from selfcal_lightning.models.chat_format import ChatFormat, load_tokenizer
 from selfcal_lightning.models.folders import read_invocation_ids, resolve_model, tensors_sha256, weights_sha256
 from selfcal_lightning.records import Dtype, Request, Response

@@ -44,11 +44,6 @@ def _logits_in_float32(head: torch.nn.Linear, inputs: tuple[Tensor, ...], _: Ten
     return float32_logits(hidden.flatten(0, -2), head.weight, head.bias).unflatten(0, hidden.shape[:-1])
 
 
-def _in_one_piece(_: torch.nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    hidden, *others = inputs
-    return (hidden.contiguous(), *others)
-
-
 _WIDTH_STEP = 64
 _GROUPED = "selfcal_grouped_sdpa"
 Masks = Tensor | dict[str, Tensor]  # additive, of all layers or by their kind
@@ -159,8 +154,10 @@ class CachedModel:
             AttentionInterface.register(_GROUPED, grouped_sdpa)
             self.network.set_attn_implementation(_GROUPED)
         try:
-            head = self.network.get_output_embeddings()
-            with evaluation_mode(self.network), without_cudnn(), head.register_forward_pre_hook(_in_one_piece):
+            in_one_piece = self.network.get_output_embeddings().register_forward_pre_hook(
+                lambda _, inputs: (inputs[0].contiguous(), *inputs[1:])
+            )
+            with evaluation_mode(self.network), without_cudnn(), in_one_piece:
                 yield
         finally:
             if implementation == "sdpa":
@@ -253,11 +250,10 @@ class CachedModel:
 
         A row reads once what its contexts share. The output layer computes in float32.
         """
-        batch = nested_batch(rows, contexts, tail)
-        positions, visible = batch.positions.to(self.device), batch.visible.to(self.device)
+        ids, positions, visible, last = (each.to(self.device) for each in nested_batch(rows, contexts, tail))
         masks = self._masks(visible, positions[:, None, :, None], positions[:, None, None, :])
         with exact_head(self.network):
-            logits = self._run(batch.ids.to(self.device), positions, masks, None, batch.last.to(self.device))
+            logits = self._run(ids, positions, masks, None, last)
         return torch.cat([logits[number, : len(row.ends)] for number, row in enumerate(rows)])
 
     def _run(

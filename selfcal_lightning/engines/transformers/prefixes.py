@@ -7,7 +7,6 @@ tail sees its own context and itself, and nothing of how the longest one continu
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from itertools import takewhile
 from typing import NamedTuple, TypeVar
 
@@ -84,16 +83,6 @@ class NestedRow(NamedTuple):
         return self.ends[0] + len(self.ends) * tail
 
 
-@dataclass(frozen=True, slots=True)
-class NestedBatch:
-    """Rows as a forward pass reads them: the tails first, in columns that are the same for all rows."""
-
-    ids: Tensor
-    positions: Tensor
-    visible: Tensor
-    last: Tensor
-
-
 def nested_rows(contexts: Sequence[Sequence[int]]) -> list[NestedRow]:
     """Put every context into one row: with the longest that it begins, or alone."""
     rows: list[NestedRow] = []
@@ -107,8 +96,10 @@ def nested_rows(contexts: Sequence[Sequence[int]]) -> list[NestedRow]:
     return rows
 
 
-def nested_batch(rows: Sequence[NestedRow], contexts: Sequence[Sequence[int]], tail: Sequence[int]) -> NestedBatch:
-    """Return rows as a forward pass reads them, on the CPU."""
+def nested_batch(
+    rows: Sequence[NestedRow], contexts: Sequence[Sequence[int]], tail: Sequence[int]
+) -> tuple[Tensor, ...]:
+    """Return ids, positions, what is visible, and the columns of the tails' last tokens; the tails come first."""
     most, size = max(len(row.ends) for row in rows), len(tail)
     width = most * size + max(row.ends[0] for row in rows)
     ids, positions = torch.zeros(len(rows), width, dtype=torch.long), torch.zeros(len(rows), width, dtype=torch.long)
@@ -126,4 +117,4 @@ def nested_batch(rows: Sequence[NestedRow], contexts: Sequence[Sequence[int]], t
     at, seen = positions[:, :, None], positions[:, None, :]
     visible = (of == to) & (seen <= at) | (of > TRUNK) & (to == TRUNK) & (seen < bounds[:, :, None])
     visible = visible & (of != PADDING) | torch.eye(width, dtype=torch.bool)
-    return NestedBatch(ids, positions, visible[:, None], torch.arange(1, most + 1) * size - 1)
+    return ids, positions, visible[:, None], torch.arange(1, most + 1) * size - 1

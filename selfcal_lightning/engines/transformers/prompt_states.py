@@ -28,18 +28,32 @@ def read_prompt_states(
     model: CachedModel, prompts: Sequence[Sequence[int]], settings: LevelSettings, *, max_batch: int
 ) -> PromptStates:
     """Return the hidden states of prompts in their order, in passes over prompts of about one length."""
-    levels = settings.of(len(decoder_layers(decoder_of(model.network))) + 1)
+    levels = set(settings.of(len(decoder_layers(decoder_of(model.network))) + 1))
     chunks = chunks_of(range(len(prompts)), lambda i: len(prompts[i]), max_batch)
-    found: list[PromptStates] = []
+    found: list[NDArray[np.float32]] = []
     for chunk in chunks:
-        pools = _Pools([len(prompts[i]) for i in chunk], levels, average=settings.average)
+        ends, kept = torch.tensor([len(prompts[i]) for i in chunk]), []
+
+        def take(level: int, states: Tensor, ends: Tensor = ends, kept: list[Tensor] = kept) -> None:
+            """Keep the last token and the mean of states [rows, tokens, D], padded on the left, as [2, rows, D]."""
+            if level not in levels:
+                return
+            lengths = ends.to(states.device)[:, None]  # layers may lie on different devices
+            real = (torch.arange(states.shape[1], device=states.device) >= states.shape[1] - lengths).to(torch.float32)
+            mean = torch.einsum("btd,bt->bd", states.float(), real) / lengths
+            pooled = torch.stack([states[:, -1].float(), mean])
+            if settings.average and kept:
+                kept[0] = kept[0] + pooled.to(kept[0].device)
+            else:
+                kept.append(pooled)
+
         with ExitStack() as hooks:
-            watch_levels(hooks, model.network, pools.take, final_norm=settings.final_norm)
+            watch_levels(hooks, model.network, take, final_norm=settings.final_norm)
             model.next_token_logits([prompts[i] for i in chunk])  # which pads on the left
-        found.append(pools.states())
-    back = np.argsort(np.concatenate(chunks))
-    last, mean = (np.concatenate([getattr(part, name) for part in found]) for name in ("last_token", "token_mean"))
-    return PromptStates(last[back], mean[back])
+        share = len(levels) if settings.average else 1
+        found.append(torch.stack([each.cpu() for each in kept], dim=2).div(share).numpy())
+    last, mean = np.concatenate(found, axis=1)[:, np.argsort(np.concatenate(chunks))]
+    return PromptStates(last, mean)
 
 
 @torch.no_grad()
@@ -76,37 +90,6 @@ def decoder_layers(decoder: nn.Module) -> nn.ModuleList:
         way_out = "Use what reads responses, such as agreeing_pairs."
         raise InputError(f"Expected a model with one list of its {wanted} layers, but got {found}. {way_out}")
     return lists[0]
-
-
-class _Pools:
-    """Keeps the last token and the mean over the prompt of one level's states after the other's."""
-
-    def __init__(self, lengths: Sequence[int], levels: Sequence[int], *, average: bool) -> None:
-        self._levels, self._average = set(levels), average
-        self._lengths = torch.tensor(lengths)
-        self._last: list[Tensor] = []
-        self._mean: list[Tensor] = []
-
-    def take(self, level: int, states: Tensor) -> None:
-        """Pool states [rows, tokens, D], padded on the left."""
-        if level not in self._levels:
-            return
-        # Layers may lie on different devices.
-        lengths = self._lengths.to(states.device)[:, None]
-        real = (torch.arange(states.shape[1], device=states.device) >= states.shape[1] - lengths).to(torch.float32)
-        mean = torch.einsum("btd,bt->bd", states.float(), real) / lengths
-        for kept, vectors in ((self._last, states[:, -1].float()), (self._mean, mean)):
-            if self._average and kept:
-                kept[0] = kept[0] + vectors.to(kept[0].device)
-            else:
-                kept.append(vectors)
-
-    def states(self) -> PromptStates:
-        share = len(self._levels) if self._average else 1
-        last, mean = (
-            torch.stack([each.cpu() for each in kept], dim=1).div(share).numpy() for kept in (self._last, self._mean)
-        )
-        return PromptStates(last, mean)
 
 
 def watch_levels(

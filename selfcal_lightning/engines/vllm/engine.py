@@ -283,7 +283,7 @@ class VLLMEngine:
             self._check_against_module(query)
 
     def _check_against_module(self, activated: dict[str, Any]) -> None:
-        from selfcal_lightning.engines.transformers.contexts import hold_against_module
+        from selfcal_lightning.engines.transformers.slots import hold_against_module
 
         told = self._limits["probe"]
         origin: dict[str, Any] = {"model": self.model, "revision": self.revision, "adapter": self.adapter}

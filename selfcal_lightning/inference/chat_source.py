@@ -54,11 +54,11 @@ async def probe_server(transport: Transport, model: str, *, seconds: float) -> C
 
     async def tells(path: str, body: dict[str, Any], read: Callable[[Any], Any]) -> bool:
         try:
-            return bool(read(await transport.post(path, body, deadline=min(clock() + PROBE_S, deadline))))
+            return bool(read(await transport.ask(path, body, deadline=min(clock() + PROBE_S, deadline))))
         except (ServerError, KeyError, IndexError, TypeError, AttributeError):
             return False
 
-    await transport.post(path, chat, deadline=deadline)
+    await transport.ask(path, chat, deadline=deadline)
     ids = await tells("completions", by_id, lambda a: a["choices"][0]["logprobs"]["tokens"][0].startswith("token_id:"))
     logprobs = await tells(path, chat | {"logprobs": True}, lambda a: a["choices"][0]["logprobs"]["content"])
     return Capabilities(ids, logprobs, await tells(path, chat | {"n": 2}, lambda a: len(a["choices"]) == 2))
@@ -203,11 +203,11 @@ class ChatSource:
             body["stop"] = list(draws.stops)
         if self.capabilities.logprobs:
             body["logprobs"] = True
-        found = _read(await self._transport.post("chat/completions", body, deadline=until), draws.stops)
+        found = _read(await self._transport.ask("chat/completions", body, deadline=until), draws.stops)
         turns = [*draws.turns, {"role": "assistant", "content": found.text}, {"role": "user", "content": NUMBERS.after}]
         plain = {"model": self._model, "messages": turns, "temperature": 0.0, "max_tokens": STATED_TOKENS}
         try:
-            stated = _read(await self._transport.post("chat/completions", plain, deadline=until))
+            stated = _read(await self._transport.ask("chat/completions", plain, deadline=until))
         except ServerError:  # the response is there, and has no confidence
             stated = _Answer("", None, 0, 0, None)
         asked.stated += stated.tokens or 0

@@ -367,7 +367,8 @@ class OpenAIEngine:
 
     def _failure(self, error: wire.ServerError) -> base.Failure:
         reason = transport.presentable(str(error), key=self._key)
-        return base.Failure(reason, is_refusal=transport.is_refusal(error))
+        is_own = isinstance(error, transport.StatusError) and error.status in transport.OWN_FAULTS
+        return base.Failure(reason, is_refusal=is_own)
 
 
 def check_reachable(base_url: str) -> None:
@@ -403,7 +404,7 @@ def base_of(answer: Any, adapter: str) -> str:
 
 async def ask_models(client: transport.Transport, *, key_name: str, deadline: float) -> Any:
     try:
-        return await client.get("models", deadline=deadline)
+        return await client.ask("models", deadline=deadline)
     except transport.StatusError as error:
         if error.status in _KEY_IS_WRONG:
             raise wire.ServerError(f"{error} Expected the key in the environment variable {key_name}.") from None
@@ -416,8 +417,7 @@ async def _offered(
 ) -> dict[str, Any]:
     """Return the answer of a place that not every server has; nothing where it has no such place."""
     try:
-        asked = client.get(url, deadline=deadline) if body is None else client.post(url, body, deadline=deadline)
-        answer = await asked
+        answer = await client.ask(url, body, deadline=deadline)
     except wire.ServerError:  # it may be a page in HTML; a server that is out of order shows it at the first request
         return {}
     return answer if isinstance(answer, dict) else {}
@@ -439,7 +439,7 @@ async def _check_edt(client: transport.Transport, name: str, chat: ChatFormat, d
     """Refuse a server that ignores EDT and would draw at temperature 1; our logits processor refuses this body."""
     try:
         body = {"model": name, "prompt": [chat.pad_id], "max_tokens": 1, "temperature": 0.5}
-        await client.post("completions", {**body, "vllm_xargs": {wire.EDT_ARG: [0.8, 0.8, 1.0]}}, deadline=deadline)
+        await client.ask("completions", {**body, "vllm_xargs": {wire.EDT_ARG: [0.8, 0.8, 1.0]}}, deadline=deadline)
     except transport.StatusError as error:
         if error.status == HTTPStatus.BAD_REQUEST and wire.EDT_ARG in str(error):
             return
@@ -459,5 +459,5 @@ async def score(
     for start in range(0, len(token_ids), base.MAX_SCORED_IDS):
         chunk = token_ids[start : start + base.MAX_SCORED_IDS]
         body = {"model": name, **wire.score_body(prompt, chunk)}
-        found += wire.read_probabilities(await client.post("completions", body, deadline=deadline), chunk)
+        found += wire.read_probabilities(await client.ask("completions", body, deadline=deadline), chunk)
     return found

@@ -42,7 +42,7 @@ _LONGEST_REFUSAL = 1 << 16
 _CONNECT_SECONDS = 30.0
 _END_OF_STREAM = b"[DONE]"
 # Of this very request, such as a prompt that is too long; 401, 403 and 404 say that no request would be taken.
-_OWN_FAULTS = {HTTPStatus.BAD_REQUEST, HTTPStatus.REQUEST_ENTITY_TOO_LARGE, HTTPStatus.UNPROCESSABLE_ENTITY}
+OWN_FAULTS = {HTTPStatus.BAD_REQUEST, HTTPStatus.REQUEST_ENTITY_TOO_LARGE, HTTPStatus.UNPROCESSABLE_ENTITY}
 T = TypeVar("T")
 Job = Callable[[], Coroutine[Any, Any, Any]]
 Outcome = tuple[int, Any, BaseException | None]
@@ -191,10 +191,6 @@ async def presentably(work: Awaitable[T], *, key: str | None) -> T:
         raise kind(presentable(str(error), key=key)) from None
 
 
-def is_refusal(error: ServerError) -> bool:
-    return isinstance(error, StatusError) and error.status in _OWN_FAULTS
-
-
 @dataclass(eq=False, repr=False)
 class Transport:
     """Sends requests from within one event loop."""
@@ -211,11 +207,14 @@ class Transport:
         self._session: ClientSession | None = None
         self._retries = 0
 
-    async def get(self, path: str, *, deadline: float) -> Any:
-        return await self._with_retries(lambda: self._json("GET", path, None), deadline)
+    async def ask(self, path: str, body: dict[str, Any] | None = None, *, deadline: float) -> Any:
+        """Return the answer to a POST of ``body``, or to a GET."""
 
-    async def post(self, path: str, body: dict[str, Any], *, deadline: float) -> Any:
-        return await self._with_retries(lambda: self._json("POST", path, body), deadline)
+        async def attempt() -> Any:
+            async with self._answer(path, body) as answer:
+                return await self._whole(answer)
+
+        return await self._with_retries(attempt, deadline)
 
     async def stream(
         self, path: str, body: dict[str, Any], *, deadline: float, begin: Callable[[], SampleReader]
@@ -224,7 +223,7 @@ class Transport:
 
         async def attempt() -> SampleReader:
             reader = begin()
-            async with self._answer("POST", path, body) as answer:
+            async with self._answer(path, body) as answer:
                 async for event in self._events(answer):
                     reader.take(event)
             if not reader.finished:
@@ -282,12 +281,8 @@ class Transport:
     def _shown(self, text: str) -> str:
         return presentable(text, key=self.key)
 
-    async def _json(self, method: str, path: str, body: dict[str, Any] | None) -> Any:
-        async with self._answer(method, path, body) as answer:
-            return self._parsed(b"".join([piece async for piece in _pieces(answer)]))
-
     @asynccontextmanager
-    async def _answer(self, method: str, path: str, body: dict[str, Any] | None) -> AsyncIterator[ClientResponse]:
+    async def _answer(self, path: str, body: dict[str, Any] | None) -> AsyncIterator[ClientResponse]:
         if self._session is None:
             self._session = self._http.ClientSession(
                 connector=self._http.TCPConnector(limit=self.max_connections),
@@ -296,6 +291,7 @@ class Transport:
                 headers={} if self.key is None else {"Authorization": f"Bearer {self.key}"},
             )
         url = path if "://" in path else f"{self.base_url}/{path}"
+        method = "GET" if body is None else "POST"
         async with self._session.request(method, url, json=body, allow_redirects=False) as answer:
             if answer.status != HTTPStatus.OK:
                 text = (await answer.content.read(_LONGEST_REFUSAL)).decode(errors="replace")
@@ -305,7 +301,7 @@ class Transport:
     async def _events(self, answer: ClientResponse) -> AsyncIterator[Any]:
         """Yield the events of a stream; an answer that is not streamed counts as one event."""
         if answer.content_type != "text/event-stream":
-            yield self._parsed(b"".join([piece async for piece in _pieces(answer)]))
+            yield await self._whole(answer)
             return
         rest = b""
         async for piece in _pieces(answer):
@@ -314,6 +310,9 @@ class Transport:
                 data = line.strip().removeprefix(b"data:").strip()
                 if line.startswith(b"data:") and data != _END_OF_STREAM:
                     yield self._parsed(data)
+
+    async def _whole(self, answer: ClientResponse) -> Any:
+        return self._parsed(b"".join([piece async for piece in _pieces(answer)]))
 
     def _parsed(self, text: bytes) -> Any:
         try:

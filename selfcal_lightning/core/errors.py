@@ -28,7 +28,7 @@ class MissingPackageError(UserError, ImportError):
 
 
 def check_at_least(least: float, **settings: float | None) -> None:
-    """Raise InputError unless every setting is None or at least ``least``; keywords are the names in the message."""
+    """Raise InputError unless every setting is at least ``least`` or None; keywords are the names in the message."""
     for name, value in settings.items():
         if value is not None and value < least:
             raise InputError(f"Expected `{name}` to be at least {least}, but got {value}.")

@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from selfcal_lightning.core.errors import InputError, unknown_name
+from selfcal_lightning.core.errors import InputError, check_at_least, unknown_name
 from selfcal_lightning.records import Dtype
 
 EngineName = Literal["transformers", "vllm", "openai"]
@@ -40,8 +40,7 @@ class EngineSettings:
             raise unknown_name("engine", self.name, get_args(EngineName))
         if self.base_url is not None and not self.is_remote:
             raise InputError(f"Expected `base_url` only with 'openai', but got {self.base_url!r} with {self.name!r}.")
-        if self.max_batch is not None and self.max_batch < 1:
-            raise InputError(f"Expected `max_batch` to be None or at least 1, but got {self.max_batch}.")
+        check_at_least(1, max_batch=self.max_batch)
 
     @property
     def is_remote(self) -> bool:

@@ -155,7 +155,7 @@ class EngineSource:
         on_failed: Callable[[str], None] | None = None,
         max_failures: int = MAX_FAILURES,
     ) -> None:
-        check_at_least(1, target=1 if target is None else target)
+        check_at_least(1, target=target)
         self._engine, self._chat, self._sampling, self._seed = engine, chat, sampling, seed
         self.scorers, self._tasks, self._target, self._on_failed = scorers, tasks, target, on_failed
         self._stops, self._patience, self._draws = stops, patience, draws

@@ -36,7 +36,7 @@ def test_engines_take_their_own_arguments_only(name: str, known: str, chat: Chat
 def test_options_that_cannot_be_are_refused() -> None:
     with pytest.raises(ValueError, match=r"`base_url` only with 'openai'.*'transformers'"):
         EngineOptions(base_url="http://x")
-    with pytest.raises(ValueError, match="`max_batch` to be None or at least 1, but got 0"):
+    with pytest.raises(ValueError, match="`max_batch` to be at least 1, but got 0"):
         EngineOptions(max_batch=0)
     with pytest.raises(ValueError, match="Set `edt_scale` to null"):
         check_can_draw(EngineOptions("openai"), SamplingSettings())

@@ -163,9 +163,7 @@ def describe_prefixes(prefixes: Sequence[Prefix], chat: ChatFormat) -> Iterator[
 
 
 def check_source(source: RolloutSource) -> None:
-    for name, value in (("responses", source.responses), ("limit", source.limit), ("prefixes", source.prefixes)):
-        if value is not None:
-            check_at_least(1, **{name: value})
+    check_at_least(1, responses=source.responses, limit=source.limit, prefixes=source.prefixes)
     check_steps("steps", source.steps)
     if source.at is not None and source.prefixes is not None:
         raise InputError(f"Expected `at` or `prefixes`, but got both, {list(source.at)} and {source.prefixes}.")

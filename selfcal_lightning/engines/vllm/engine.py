@@ -93,7 +93,7 @@ class VLLMEngine:
         log_path: str | None = None,
     ) -> None:
         check_installed("vllm", extra="vllm")
-        check_at_least(1, max_batch=1 if max_batch is None else max_batch, max_attempts=max_attempts)
+        check_at_least(1, max_batch=max_batch, max_attempts=max_attempts)
         check_at_least(0, max_restarts=max_restarts)
         self.model, self.revision = folders.resolve_model(model), revision
         self.adapter = None if adapter is None else folders.local_adapter(adapter)

@@ -101,7 +101,7 @@ def test_model_runner_v2_gives_no_adapter_to_tokens_before_the_query(activated: 
     assert active == {ours, always}
     state.remove_request("asked")
     activated._add_requests_v2(runner, add, SimpleNamespace(scheduled_new_reqs=[]))
-    assert set(activated._REQUESTS_V2[state].wakes) == {"always", "sampled", "answered"}
+    assert set(activated._REQUESTS_V2[state][1]) == {"always", "sampled", "answered"}
 
 
 @needs_vllm

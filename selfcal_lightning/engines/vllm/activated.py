@@ -15,7 +15,6 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -127,37 +126,28 @@ def _lora_inputs_v1(
     return tuple(np.repeat(lasts, num_sampled_tokens).tolist()), tuple(of_tokens.tolist()), active
 
 
-@dataclass
-class _RequestsV2:
-    """What model runner V2 knows of its requests and its adapters' state does not."""
-
-    states: RequestState
-    wakes: dict[str, int] = field(default_factory=dict)
-
-
-_REQUESTS_V2: WeakKeyDictionary[LoraState, _RequestsV2] = WeakKeyDictionary()
+# Of an adapters' state in model runner V2: the runner's requests, and where the adapter of each wakes.
+_REQUESTS_V2: WeakKeyDictionary[LoraState, tuple[RequestState, dict[str, int]]] = WeakKeyDictionary()
 
 
 def _add_requests_v2(runner: RunnerV2, add: Any, scheduler_output: SchedulerOutput) -> None:
     add(runner, scheduler_output)
-    known = _REQUESTS_V2.setdefault(runner.lora_state, _RequestsV2(runner.req_states))
-    known.states = runner.req_states
+    _, wakes = _REQUESTS_V2.get(runner.lora_state, (None, {}))
     for new in scheduler_output.scheduled_new_reqs:
-        known.wakes[new.req_id] = wakes_at(new.lora_request, new.prefill_token_ids[: new.prompt_len]) or 0
-    known.wakes = {name: wakes for name, wakes in known.wakes.items() if name in runner.lora_state.lora_requests}
+        wakes[new.req_id] = wakes_at(new.lora_request, new.prefill_token_ids[: new.prompt_len]) or 0
+    known = {name: place for name, place in wakes.items() if name in runner.lora_state.lora_requests}
+    _REQUESTS_V2[runner.lora_state] = runner.req_states, known
 
 
 def _lora_inputs_v2(
     state: LoraState, make: Any, req_ids: list[str], idx_mapping: np.ndarray, num_scheduled_tokens: np.ndarray
 ) -> tuple[tuple[int, ...], tuple[int, ...], set[LoRARequest]]:
     sampled, tokens, active = make(state, req_ids, idx_mapping, num_scheduled_tokens)
-    known = _REQUESTS_V2.get(state)
-    if known is None:
-        return sampled, tokens, active
-    wakes = np.array([known.wakes.get(name, 0) for name in req_ids], dtype=np.int64)
+    states, known = _REQUESTS_V2.get(state, (None, {}))
+    wakes = np.array([known.get(name, 0) for name in req_ids], dtype=np.int64)
     if not wakes.any():
         return sampled, tokens, active
-    computed = known.states.num_computed_tokens_np[idx_mapping]
+    computed = states.num_computed_tokens_np[idx_mapping]
     scheduled = np.asarray(num_scheduled_tokens, dtype=np.int64)
     of_tokens = _awake(state.lora_ids[idx_mapping], wakes, computed, scheduled)
     return tuple(of_tokens[scheduled.cumsum() - 1].tolist()), tuple(of_tokens.tolist()), active

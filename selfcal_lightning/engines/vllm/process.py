@@ -89,7 +89,11 @@ class WorkerProcess:
         self, environment: Mapping[str, str], *, send_timeout: float, log_path: Path | None = None, module: str = ""
     ) -> None:
         self._keeps_log = log_path is not None
-        self.log_path = log_path or _temporary_log()
+        if log_path is None:
+            handle, name = tempfile.mkstemp(prefix=f"selfcal-vllm-{time.strftime('%H%M%S')}-", suffix=".log")
+            os.close(handle)
+            log_path = Path(name)
+        self.log_path = log_path
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         ours, theirs = socket.socketpair()
         with theirs, self.log_path.open("ab") as log:
@@ -198,9 +202,3 @@ def _visible_devices(parent: str | None, devices: Sequence[int]) -> str:
     if beyond := [device for device in devices if device >= len(seen)]:
         raise InputError(f"Expected `devices` to be below {len(seen)} (CUDA_VISIBLE_DEVICES={parent}), got {beyond}.")
     return ",".join(seen[device] for device in devices)
-
-
-def _temporary_log() -> Path:
-    handle, name = tempfile.mkstemp(prefix=f"selfcal-vllm-{time.strftime('%H%M%S')}-", suffix=".log")
-    os.close(handle)
-    return Path(name)

@@ -32,7 +32,8 @@ def read_prompt_states(
     chunks = chunks_of(range(len(prompts)), lambda i: len(prompts[i]), max_batch)
     found: list[NDArray[np.float32]] = []
     for chunk in chunks:
-        ends, kept = torch.tensor([len(prompts[i]) for i in chunk]), []
+        ends = torch.tensor([len(prompts[i]) for i in chunk])
+        kept: list[Tensor] = []
 
         def take(level: int, states: Tensor, ends: Tensor = ends, kept: list[Tensor] = kept) -> None:
             """Keep the last token and the mean of states [rows, tokens, D], padded on the left, as [2, rows, D]."""

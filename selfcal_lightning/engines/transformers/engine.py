@@ -213,10 +213,7 @@ class TransformersEngine:
     def _nested_logits(
         self, model: CachedModel, members: Sequence[int], prompts: Sequence[Sequence[int]]
     ) -> Iterator[tuple[int, Tensor]]:
-        """Yield the logits after prompts that put the confidence query to contexts of which one begins another.
-
-        A response whose steps are asked about is so read once.
-        """
+        """Yield the logits after prompts that put the confidence query to contexts of which one begins another."""
         query = tuple(self.chat.query.suffix_ids)
         ending = [i for i in members if ends_with_query(prompts[i], query)]
         contexts = [tuple(prompts[i][: -len(query)]) for i in ending]

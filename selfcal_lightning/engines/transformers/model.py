@@ -176,18 +176,11 @@ class CachedModel:
         in_float32: bool = False,
         awake: bool = False,
     ) -> Tensor:
-        """Append tokens to slots and return logits [rows, kept, vocabulary].
+        """Append ``ids`` [rows, tokens] to ``slots`` [rows] at ``starts`` [rows]; return logits [rows, kept, V].
 
-        Args:
-            slots: The slots, [rows]; with ``leading`` they are 0, 1, 2, ...
-            starts: Positions of the first tokens, [rows].
-            ids: The tokens, [rows, tokens].
-            width: Columns that the rows attend to; None is as many as the tokens reach (on a GPU this waits for it).
-            cache: The cache that holds the slots; None is the engine's.
-            leading: Whether ``slots`` are the first ones, which are read in place.
-            keep: Positions in ``ids`` whose logits are returned; None is the last.
-            in_float32: Whether the output layer computes in float32.
-            awake: Whether an activated adapter reads the tokens.
+        Rows attend to ``width`` columns; None is as many as the tokens reach (on a GPU this waits for it). ``leading``
+        slots are 0, 1, 2, ..., which are read in place. ``keep`` are the positions in ``ids`` whose logits are
+        returned, None the last. ``awake`` lets an activated adapter read the tokens.
         """
         cache = self.cache if cache is None else cache
         width = _rounded(int(starts.max()) + ids.shape[1] if width is None else width)
@@ -246,10 +239,7 @@ class CachedModel:
     def nested_logits(
         self, rows: Sequence[NestedRow], contexts: Sequence[Sequence[int]], tail: Sequence[int]
     ) -> Tensor:
-        """Return the logits after each context of each row and ``tail``, [all members, vocabulary].
-
-        A row reads once what its contexts share. The output layer computes in float32.
-        """
+        """Return the logits after each context of each row and ``tail``, [all members, vocabulary], in float32."""
         ids, positions, visible, last = (each.to(self.device) for each in nested_batch(rows, contexts, tail))
         masks = self._masks(visible, positions[:, None, :, None], positions[:, None, None, :])
         with exact_head(self.network):

@@ -319,10 +319,7 @@ def hold_against_module(
     awake: Table, contexts: Sequence[Sequence[int]], activated: Mapping[str, Sequence[int]], *, model: str,
     revision: str | None, adapter: str, engine: str,
 ) -> None:  # fmt: skip
-    """Compare an engine's probabilities with those of the training module, both in float32.
-
-    The module's are read on the CPU; the model is in memory for as long as this takes.
-    """
+    """Compare an engine's probabilities with those of the training module on the CPU, both in float32."""
     cached = CachedModel(load_network(model, revision=revision, adapter=adapter, dtype="float32", device="cpu"))
     with torch.no_grad():
         logits = torch.cat([cached.query_logits([context], activated["query"]) for context in contexts])

@@ -15,16 +15,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from selfcal_lightning.data.tasks.word_problems import (
-    CONNECTIVES,
-    Difficulty,
-    Draft,
-    Equation,
-    Operator,
-    Problem,
-    sample_problem,
-    write_solution,
-)
+from selfcal_lightning.data.tasks import word_problems
 from selfcal_lightning.models.chat_format import DEFAULT_QUERY
 
 
@@ -65,7 +56,7 @@ def multiply_forgetfully(number: int, digit: int, rng: random.Random, chance: fl
     return product
 
 
-def compute_forgetfully(equation: Equation, rng: random.Random, chance: float) -> int:
+def compute_forgetfully(equation: word_problems.Equation, rng: random.Random, chance: float) -> int:
     """Return the result of an equation as a pupil gets it; divisions and products of long numbers are always right."""
     left, right = equation.left, equation.right
     if equation.operator == "+":
@@ -77,7 +68,7 @@ def compute_forgetfully(equation: Equation, rng: random.Random, chance: float) -
     return equation.result
 
 
-def write_pupil_solution(problem: Problem, rng: random.Random, chance: float) -> str:
+def write_pupil_solution(problem: word_problems.Problem, rng: random.Random, chance: float) -> str:
     """Write a solution whose carries are forgotten with probability ``chance``, later steps using what was written.
 
     Where a slip would lead to a step that makes no sense (nothing left, or more taken away than there is), the right
@@ -89,13 +80,13 @@ def write_pupil_solution(problem: Problem, rng: random.Random, chance: float) ->
     for index, equation in enumerate(problem.equations):
         left = written.get(equation.left, equation.left)
         right = equation.right if equation.operator == "/" else written.get(equation.right, equation.right)
-        step = Equation(left, equation.operator, right)
+        step = word_problems.Equation(left, equation.operator, right)
         result = compute_forgetfully(step, rng, chance) if step.result > 0 else 0
         if result <= 0:
-            return write_solution(problem, rng)
+            return word_problems.write_solution(problem, rng)
         if result != equation.result:
             written[equation.result] = result
-        connective = CONNECTIVES[0] if index == 0 else rng.choice(CONNECTIVES[1:])
+        connective = word_problems.CONNECTIVES[0] if index == 0 else rng.choice(word_problems.CONNECTIVES[1:])
         parts.append(f"{connective} {left}{equation.operator}{right}={result}.")
     return " ".join([*parts, f"The answer is {result}."])
 
@@ -106,7 +97,7 @@ _ANSWER = "The answer is "
 Flags = NDArray[np.bool_]
 
 
-def mark_wrong_characters(problem: Problem, response: str) -> Flags:
+def mark_wrong_characters(problem: word_problems.Problem, response: str) -> Flags:
     """Return which characters of ``response`` stand in a step at or after its first wrong character [len(response)].
 
     A step is judged by itself: its numbers may come from a wrong step before. Sums and products may be written either
@@ -128,14 +119,16 @@ def mark_wrong_characters(problem: Problem, response: str) -> Flags:
     return wrong
 
 
-def _due_step(equation: Equation, match: re.Match[str], written: dict[int, int]) -> Equation:
+def _due_step(
+    equation: word_problems.Equation, match: re.Match[str], written: dict[int, int]
+) -> word_problems.Equation:
     """Return the equation that is due, with the numbers that the response wrote before, the way round it has them."""
-    operator: Operator = equation.operator
+    operator: word_problems.Operator = equation.operator
     left = written.get(equation.left, equation.left)
     right = equation.right if operator == "/" else written.get(equation.right, equation.right)  # divisors are given
     if operator in "+*" and (int(match[3]), match[2], int(match[1])) == (left, operator, right):
         left, right = right, left
-    return Equation(left, operator, right)
+    return word_problems.Equation(left, operator, right)
 
 
 def _mark(wrong: Flags, start: int, due: str, got: str) -> None:
@@ -154,8 +147,8 @@ CHAT_TEMPLATE = (
 VOCAB_SIZE = 704
 CONTEXT = 512
 FORGETTING = 0.3  # chance that a pupil forgets a carry
-FULL = Difficulty(level_weights=(0.25, 0.4, 0.35), step_weights=(0.1, 0.25, 0.3, 0.2, 0.15))
-SHORT = Difficulty(level_weights=(0.4, 0.35, 0.25), step_weights=(0.5, 0.5, 0.0, 0.0, 0.0))
+FULL = word_problems.Difficulty(level_weights=(0.25, 0.4, 0.35), step_weights=(0.1, 0.25, 0.3, 0.2, 0.15))
+SHORT = word_problems.Difficulty(level_weights=(0.4, 0.35, 0.25), step_weights=(0.5, 0.5, 0.0, 0.0, 0.0))
 
 Row = TypeVar("Row")
 Part = tuple[str, bool]
@@ -181,8 +174,8 @@ def train_tokenizer(seed: int) -> PreTrainedTokenizerFast:
     rng = random.Random(f"tokenizer/{seed}")
     texts = [DEFAULT_QUERY, "Yes", "No"] * 2_000
     for _ in range(10_000):
-        problem = sample_problem(rng, "pretrain", difficulty=FULL)
-        texts += [problem.question, write_solution(problem, rng)]
+        problem = word_problems.sample_problem(rng, "pretrain", difficulty=FULL)
+        texts += [problem.question, word_problems.write_solution(problem, rng)]
     tokenizer = Tokenizer(models.BPE())
     pieces = Regex(r"\p{N}| ?\p{L}+|[^\s\p{L}\p{N}]|\s")
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -208,8 +201,8 @@ def train_tokenizer(seed: int) -> PreTrainedTokenizerFast:
     )
 
 
-def write_problem_parts(rng: random.Random, difficulty: Difficulty) -> list[Part]:
-    problem = sample_problem(rng, "pretrain", difficulty=difficulty)
+def write_problem_parts(rng: random.Random, difficulty: word_problems.Difficulty) -> list[Part]:
+    problem = word_problems.sample_problem(rng, "pretrain", difficulty=difficulty)
     solution = write_pupil_solution(problem, rng, FORGETTING)
     return [(f"<|bos|><|user|>{problem.question}<|end|><|assistant|>", False), (f"{solution}<|end|>", True)]
 
@@ -217,15 +210,15 @@ def write_problem_parts(rng: random.Random, difficulty: Difficulty) -> list[Part
 def write_drill_parts(rng: random.Random) -> list[Part]:
     parts: list[Part] = [("<|bos|><|user|>How much is that?<|end|><|assistant|>", False)]
     for index in range(8):
-        draft = Draft(rng, rng.choices((1, 2, 3), weights=(0.2, 0.4, 0.4))[0], steps=0)
+        draft = word_problems.Draft(rng, rng.choices((1, 2, 3), weights=(0.2, 0.4, 0.4))[0], steps=0)
         value = draft.number()
         if rng.random() < 0.3:
             value = min(9_000, value * rng.randint(2, 9))
         operator, number = draft.operand(value, ("+", "-", "*", "*", "/"))
         if operator == "+" and rng.random() < 0.5:
             value, number = number, value
-        equation = Equation(value, operator, number)
-        connective = CONNECTIVES[0] if index == 0 else f" {rng.choice(CONNECTIVES[1:])}"
+        equation = word_problems.Equation(value, operator, number)
+        connective = word_problems.CONNECTIVES[0] if index == 0 else f" {rng.choice(word_problems.CONNECTIVES[1:])}"
         parts.append((f"{connective} {equation.left}{equation.operator}{equation.right}=", False))
         parts += [(str(equation.result), True), (".", False)]
     return parts

@@ -20,19 +20,9 @@ from shared.study import SAMPLED, SPLITS, TASK, TESTS, Options, configuration, t
 from shared.tables import End, holds
 from shared.timing import SAMPLING, requests_of
 
+from selfcal_lightning.capability import evaluation
 from selfcal_lightning.capability.budgets import SEQUENTIAL, UNIFORM, solved_columns
 from selfcal_lightning.capability.estimators import averaged_names
-from selfcal_lightning.capability.evaluation import (
-    ORACLE,
-    TestQuestions,
-    asked_questions,
-    candidates,
-    capability_spread,
-    lost_column,
-    resampled_column,
-    share_error_bounds,
-    test_questions,
-)
 from selfcal_lightning.capability.features import PromptModel, open_features, read_features
 from selfcal_lightning.capability.fitted_maps import fit_capability_maps
 from selfcal_lightning.capability.probe import LEAST_QUESTIONS, fit_probe
@@ -127,7 +117,7 @@ def measure_seed(folder: Path) -> Columns:
             beside, store = averaged_names(folder / "tests", names), str(folder / "tests")
             pools = (load_capability_pool(store, split=each, task=None, confidences=beside)
                      for each in (split, "calibration"))  # fmt: skip
-            test, calibration = (test_questions(pool, names, estimate_samples=stop) for pool in pools)
+            test, calibration = (evaluation.test_questions(pool, names, estimate_samples=stop) for pool in pools)
             weights = resample_weights(len(test.truth), num_resamples=RESAMPLES) if weights is None else weights
             own = estimate_columns(test, calibration, weights) | own  # a constant is judged by all responses
             if not stop:
@@ -137,19 +127,19 @@ def measure_seed(folder: Path) -> Columns:
     return found
 
 
-def estimate_columns(test: TestQuestions, calibration: TestQuestions, weights: Floats) -> Columns:
+def estimate_columns(test: evaluation.TestQuestions, calibration: evaluation.TestQuestions, weights: Floats) -> Columns:
     truth, shares = test.truth, test.truth.expected_accuracy
-    spread = capability_spread(truth.num_correct, truth.num_samples, weights)
+    spread = evaluation.capability_spread(truth.num_correct, truth.num_samples, weights)
     found: Columns = {"constant/mse": spread}
     single = shares * (1.0 - shares) * truth.num_samples / (truth.num_samples - 1)
     found["verdict/mse"] = single @ weights
-    for name, values, _ in candidates(test, calibration):
-        found[f"{name}/spearman"] = resampled_column(spearman, values, shares, weights)
+    for name, values, _ in evaluation.candidates(test, calibration):
+        found[f"{name}/spearman"] = evaluation.resampled_column(spearman, values, shares, weights)
         if ((values >= 0.0) & (values <= 1.0)).all():
             error = squared_errors(values, truth.num_correct, truth.num_samples) @ weights
             found[f"{name}/mse"] = error
             found[f"{name}/skill"] = 1.0 - error / spread
-            found[f"{name}/ece"] = share_error_bounds(values, shares, weights)
+            found[f"{name}/ece"] = evaluation.share_error_bounds(values, shares, weights)
     return found
 
 
@@ -163,7 +153,9 @@ def pass_at_k_squared_errors(predicted: Floats, num_samples: Array, num_correct:
     return predicted**2 - 2.0 * predicted * (1.0 - once) + 1.0 - 2.0 * once + twice
 
 
-def application_columns(test: TestQuestions, calibration: TestQuestions, weights: Floats) -> Columns:
+def application_columns(
+    test: evaluation.TestQuestions, calibration: evaluation.TestQuestions, weights: Floats
+) -> Columns:
     truth = test.truth
     least = int(min(truth.num_samples.min(), calibration.truth.num_samples.min()))
     ks = powers_of_two(least)
@@ -184,8 +176,11 @@ def application_columns(test: TestQuestions, calibration: TestQuestions, weights
     found["budgets"] = np.repeat(np.array(budgets, dtype=np.float64)[:, None], weights.shape[1], axis=1)
     found |= {f"solved/{way}": column for way, column in solved.items()}
     found |= {f"gain/{way}": column - solved[UNIFORM] for way, column in solved.items()}
-    for name, values in {**few[0].estimates, ORACLE: truth.expected_accuracy}.items():
-        rows = [lost_column(truth.expected_accuracy, asked_questions(values, share), weights) for share in LEFT_OUT]
+    for name, values in {**few[0].estimates, evaluation.ORACLE: truth.expected_accuracy}.items():
+        rows = [
+            evaluation.lost_column(truth.expected_accuracy, evaluation.asked_questions(values, share), weights)
+            for share in LEFT_OUT
+        ]
         found[f"lost/{name}"] = np.stack(rows)
     return found
 

@@ -13,15 +13,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from rounds_study import (
-    METRICS,
-    arm_values,
-    configuration,
-    describe_training,
-    fit_arm,
-    run_arms,
-    training_of,
-)
+import rounds_study
 from shared.study import Options, Study
 from shared.tables import show, table
 
@@ -39,16 +31,16 @@ QUICK = {"seeds": [0], "questions": 24, "responses": 8, "tuples": 96, "test": 20
 
 
 def calibrate(options: argparse.Namespace, arm: str, seed: int) -> None:
-    config = configuration(options, arm, seed)
+    config = rounds_study.configuration(options, arm, seed)
     config["data"]["init_args"] |= {"packing": "off", "group_size": ARMS[arm]}
-    fit_arm(options, FIRST, arm, seed, config)
+    rounds_study.fit_arm(options, FIRST, arm, seed, config)
 
 
 def assemble(options: Options) -> dict[str, Any]:
-    arms = arm_values(options, FIRST, ARMS, "difference")
+    arms = rounds_study.arm_values(options, FIRST, ARMS, "difference")
     del arms[FIRST]["difference"]
     sizes = options.sizes("questions", "responses", "tuples", "test", "num_samples", "seeds")
-    training = training_of(configuration(options, FIRST, options.seeds[0]))
+    training = rounds_study.training_of(rounds_study.configuration(options, FIRST, options.seeds[0]))
     training["group_size"] = list(ARMS.values())
     return {"sizes": sizes, "training": training, "arms": arms, "minutes": options.minutes}
 
@@ -60,20 +52,20 @@ def as_markdown(study: dict[str, Any]) -> str:
     lines = [
         f"Command: `{study['command']}` ({study['minutes']} minutes for the jobs that were not done before). "
         f"{sizes['questions']} training questions x {sizes['responses']} responses, {sizes['tuples']:,} tuples, 32 "
-        f"to a step, {describe_training(study)}; {sizes['test']} in-domain test questions x {sizes['num_samples']} "
-        f"responses, each model on its own samples; means over seeds {sizes['seeds']}, 95 % intervals over questions "
-        "and seeds.",
+        f"to a step, {rounds_study.describe_training(study)}; {sizes['test']} in-domain test questions x "
+        f"{sizes['num_samples']} responses, each model on its own samples; means over seeds {sizes['seeds']}, 95 % "
+        "intervals over questions and seeds.",
         "",
-        *table(["training rows", *METRICS], rows),
+        *table(["training rows", *rounds_study.METRICS], rows),
         "",
-        *table([f"minus {FIRST}", *METRICS], less),
+        *table([f"minus {FIRST}", *rounds_study.METRICS], less),
     ]
     return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":
     study = Study(
-        "quality/group_size_study.py", SIZES, lambda options: run_arms(options, FIRST, ARMS, calibrate), assemble,
-        as_markdown, quick=QUICK, layout={"indent": 1},
+        "quality/group_size_study.py", SIZES, lambda options: rounds_study.run_arms(options, FIRST, ARMS, calibrate),
+        assemble, as_markdown, quick=QUICK, layout={"indent": 1},
     )  # fmt: skip
     raise SystemExit(study.main())

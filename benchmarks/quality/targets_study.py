@@ -14,18 +14,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import _targets_training as targets_training
 import numpy as np
-from _targets_training import (
-    FIRST_VARIANT,
-    LEARNED_TOKEN,
-    LEARNING_RATE,
-    VARIANTS,
-    Scores,
-    configuration,
-    fit_teacher,
-    score_variants,
-    train_learned_token,
-)
 from rounds_study import estimate, plain, settle
 from shared.estimates import RESAMPLES, mean_bounds, metric_columns
 from shared.jobs import run
@@ -41,7 +31,7 @@ METRICS = {"Brier": BRIER, "ECE": ECE, "AUROC": AUROC, "within-question AUROC": 
 BASE, TAUGHT_BY = "nothing (the base's P(True))", "the teacher itself"
 WITH_LABELS = ("true labels",)
 # What every variant is held against: the one of the presets, and what the paper trains joint models on.
-AGAINST = {"minus_first": FIRST_VARIANT, "minus_ssc": "SSC"}
+AGAINST = {"minus_first": targets_training.FIRST_VARIANT, "minus_ssc": "SSC"}
 CRITERION = "Brier"
 SIZES = {
     "questions": (160, "training questions"),
@@ -84,17 +74,17 @@ def sample(options: Options, seed: int) -> None:
 
 def train(options: Options, seed: int) -> None:
     folder = options.folder(seed)
-    fit_teacher(options, seed)
-    settle(folder / "config.yaml", configuration(options, seed))
+    targets_training.fit_teacher(options, seed)
+    settle(folder / "config.yaml", targets_training.configuration(options, seed))
     if not (folder / "scores.npz").exists():
-        if not (folder / f"adapter-v{len(VARIANTS) - 1}").exists():
+        if not (folder / f"adapter-v{len(targets_training.VARIANTS) - 1}").exists():
             run(folder / "log.txt", "fit", "--config", str(folder / "config.yaml"))
-        keep(folder / "scores.npz", score_variants(options, seed))
+        keep(folder / "scores.npz", targets_training.score_variants(options, seed))
     if not (folder / "learned_token.npz").exists():
-        keep(folder / "learned_token.npz", train_learned_token(options, seed))
+        keep(folder / "learned_token.npz", targets_training.train_learned_token(options, seed))
 
 
-def keep(path: Path, scores: Scores) -> None:
+def keep(path: Path, scores: targets_training.Scores) -> None:
     fresh = path.with_suffix(".tmp.npz")
     np.savez(fresh, **dict(scores))
     fresh.rename(path)
@@ -108,10 +98,10 @@ def read_scores(options: Options, seed: int) -> dict[str, np.ndarray]:
         with np.load(folder / name) as scores:
             found |= {variant: scores[variant] for variant in scores.files}
     samples = [s for split in options.splits for entry in judged(options, seed, split) for s in entry.samples]
-    teacher = fit_teacher(options, seed)
+    teacher = targets_training.fit_teacher(options, seed)
     found[BASE] = np.array([one.p_true for one in samples], dtype=float)
     found[TAUGHT_BY] = np.array([teacher.score_sample(one) for one in samples], dtype=float)
-    return {name: found[name] for name in (BASE, TAUGHT_BY, *VARIANTS, LEARNED_TOKEN)}
+    return {name: found[name] for name in (BASE, TAUGHT_BY, *targets_training.VARIANTS, targets_training.LEARNED_TOKEN)}
 
 
 def judged(options: Options, seed: int, split: str) -> list[Any]:
@@ -123,16 +113,16 @@ def assemble(options: Options) -> dict[str, Any]:
     tables = {title: table_of(options, split, scores) for title, split in SPLITS.items()}
     return {
         "sizes": options.sizes("questions", "responses", "calibration", "test", "num_samples", "seeds"),
-        "learning_rate": LEARNING_RATE,
+        "learning_rate": targets_training.LEARNING_RATE,
         "criterion": CRITERION,
-        "first": FIRST_VARIANT,
+        "first": targets_training.FIRST_VARIANT,
         "tables": tables,
         "chosen": choose(tables["calibration"]),
         "minutes": options.minutes,
     }
 
 
-def table_of(options: Options, split: str, scores: Mapping[int, Scores]) -> dict[str, dict[str, Any]]:
+def table_of(options: Options, split: str, scores: Mapping[int, targets_training.Scores]) -> dict[str, dict[str, Any]]:
     """Return each variant's values on a split, and what they differ by from those that it is held against."""
     parts = [columns_of(options, split, seed, scores[seed]) for seed in options.seeds]
     rows = {}
@@ -160,7 +150,7 @@ def change_of(
     return estimate(np.stack([one[metric] - other[metric] for one, other in zip(mine, others, strict=True)]))
 
 
-def columns_of(options: Options, split: str, seed: int, scores: Scores) -> dict[str, dict[str, Any]]:
+def columns_of(options: Options, split: str, seed: int, scores: targets_training.Scores) -> dict[str, dict[str, Any]]:
     entries = {name: judged(options, seed, name) for name in options.splits}
     sizes = {name: sum(len(entry.samples) for entry in found) for name, found in entries.items()}
     names = list(options.splits)
@@ -181,7 +171,7 @@ def choose(table: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 
     The read-out of a learned token takes part in the table alone: no engine reads it.
     """
-    free = [name for name in VARIANTS if name not in WITH_LABELS]
+    free = [name for name in targets_training.VARIANTS if name not in WITH_LABELS]
     best = min(free, key=lambda name: table[name]["values"][CRITERION]["value"])
     changes = {name: table[best][name][CRITERION] for name in AGAINST}
     clearly = {name: best != other and changes[name]["high"] < 0.0 for name, other in AGAINST.items()}

@@ -8,15 +8,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from selfcal_lightning.evaluation.metrics import SHORT_NAMES
+from selfcal_lightning.metrics import bootstrap
 from selfcal_lightning.metrics.arrays import ECE, Array, Floats
-from selfcal_lightning.metrics.bootstrap import (
-    Estimate,
-    ScoredResponses,
-    bootstrap_interval,
-    calibration_error_bounds,
-    estimate_of,
-    question_bootstrap,
-)
 from selfcal_lightning.metrics.calibration import ErrorBounds
 from selfcal_lightning.records import QuestionSamples
 
@@ -32,10 +25,10 @@ class Measured:
     errors: ErrorBounds
 
     @classmethod
-    def of(cls, scored: ScoredResponses) -> Measured:
+    def of(cls, scored: bootstrap.ScoredResponses) -> Measured:
         columns = (scored.confidence, scored.correct, scored.question_index)
         rows = metric_columns(columns, list(SHORT_NAMES), num_resamples=RESAMPLES)
-        return cls(rows, calibration_error_bounds(*columns, num_resamples=RESAMPLES))
+        return cls(rows, bootstrap.calibration_error_bounds(*columns, num_resamples=RESAMPLES))
 
 
 def seed_weights(num_seeds: int, *, num_resamples: int = 1000) -> Floats:
@@ -68,34 +61,34 @@ def column_over_seeds(columns: Sequence[Column]) -> Column:
     return errors_over_seeds(errors) if errors else mean_over_seeds(np.array(columns))
 
 
-def estimated(column: Column) -> Estimate:
+def estimated(column: Column) -> bootstrap.Estimate:
     if isinstance(column, ErrorBounds):
-        return Estimate.from_bounds(column, least=0.0, most=1.0)
-    return estimate_of(column)
+        return bootstrap.Estimate.from_bounds(column, least=0.0, most=1.0)
+    return bootstrap.estimate_of(column)
 
 
-def summary(rows: Sequence[Measured]) -> dict[str, Estimate]:
-    found = {short: estimate_of(_column(rows, metric)) for metric, short in SHORT_NAMES.items()}
+def summary(rows: Sequence[Measured]) -> dict[str, bootstrap.Estimate]:
+    found = {short: bootstrap.estimate_of(_column(rows, metric)) for metric, short in SHORT_NAMES.items()}
     found[SHORT_NAMES[ECE]] = estimated(errors_over_seeds([row.errors for row in rows]))
     return found
 
 
-def difference(rows: Sequence[Measured], others: Sequence[Measured], metric: str) -> Estimate:
+def difference(rows: Sequence[Measured], others: Sequence[Measured], metric: str) -> bootstrap.Estimate:
     if metric == ECE:
         return error_difference([row.errors for row in rows], [row.errors for row in others])
-    return estimate_of(_column(rows, metric) - _column(others, metric))
+    return bootstrap.estimate_of(_column(rows, metric) - _column(others, metric))
 
 
-def error_difference(rows: Sequence[ErrorBounds], others: Sequence[ErrorBounds]) -> Estimate:
+def error_difference(rows: Sequence[ErrorBounds], others: Sequence[ErrorBounds]) -> bootstrap.Estimate:
     change = errors_over_seeds([a.minus(b) for a, b in zip(rows, others, strict=True)])
-    return Estimate.from_bounds(change, least=-1.0, most=1.0)
+    return bootstrap.Estimate.from_bounds(change, least=-1.0, most=1.0)
 
 
 def metric_columns(
     columns: tuple[Array, Array, Array], metrics: Sequence[str], *, num_resamples: int
 ) -> dict[str, Floats]:
-    whole = bootstrap_interval(*columns, metrics=metrics, num_resamples=1)
-    resampled = question_bootstrap(*columns, metrics=metrics, num_resamples=num_resamples)
+    whole = bootstrap.bootstrap_interval(*columns, metrics=metrics, num_resamples=1)
+    resampled = bootstrap.question_bootstrap(*columns, metrics=metrics, num_resamples=num_resamples)
     values = {key: whole[key].value for key in metrics}
     return {key: np.append(np.nan if values[key] is None else values[key], resampled[key]) for key in metrics}
 

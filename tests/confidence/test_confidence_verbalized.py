@@ -6,19 +6,8 @@ from typing import Any
 import pytest
 from support.fakes import FakeChat, ReplyingEngine
 
+from selfcal_lightning.confidence import verbalized
 from selfcal_lightning.confidence.registry import ESTIMATORS
-from selfcal_lightning.confidence.verbalized import (
-    NUMBERS,
-    PERCENTAGES,
-    TEN_WORDS,
-    VERBAL_QUERY,
-    WORDS,
-    Verbalized,
-    ask_for_confidences,
-    parse_confidence,
-    parse_percentage,
-    parse_words,
-)
 from selfcal_lightning.engines.base import Failure
 from selfcal_lightning.models.chat_format import ChatFormat
 from selfcal_lightning.records import Message, Question, QuestionSamples, Sample
@@ -31,11 +20,11 @@ def test_replies_are_read_as_in_the_vectors(vectors: Callable[[str], dict[str, A
     corrected = {"\\boxed{85%}": 0.85, "\\boxed{\\text{0.9}}": 0.9, "<think> unfinished \\boxed{0.5}": None}
     for case in vectors("verbalized_parse")["cases"]:
         expected = corrected.get(case["response"], case["parsed"])
-        assert parse_confidence(case["response"]) == expected, case
+        assert verbalized.parse_confidence(case["response"]) == expected, case
 
 
 READINGS: dict[Callable[[str], float | None], list[tuple[str, float | None]]] = {
-    parse_confidence: [
+    verbalized.parse_confidence: [
         (r"\boxed{ 0.25 }", 0.25),
         (r"\boxed{85\%}", 0.85),
         (r"\boxed{85 %}", 0.85),
@@ -64,7 +53,7 @@ READINGS: dict[Callable[[str], float | None], list[tuple[str, float | None]]] = 
         ("", None),
         ("confidence" + "." * 100_000, None),
     ],
-    parse_words: [
+    verbalized.parse_words: [
         (r"\boxed{\text{ Very good chance. }}", 0.75),
         (r"First \boxed{unlikely}, no: \boxed{Highly likely}", 0.85),
         (r"\boxed{0.35}", 0.35),
@@ -75,7 +64,7 @@ READINGS: dict[Callable[[str], float | None], list[tuple[str, float | None]]] = 
         (r"\boxed{certainly}", None),
         ("", None),
     ],
-    parse_percentage: [
+    verbalized.parse_percentage: [
         (r"\boxed{85}", 0.85), (r"\boxed{85.5\%}", 0.855), (r"\boxed{0}", 0.0), (r"\boxed{100}", 1.0),
         (r"\boxed{101}", None), (r"\boxed{0.5}", 0.5), (r"\boxed{0.5\%}", 0.005), ("70 %", 0.7), ("Sure.", None),
         ("1.", 0.01), (r"<think>\boxed{9}</think>\boxed{10}", 0.1),
@@ -104,10 +93,10 @@ def replying(*replies: str | Failure) -> ReplyingEngine:
 
 def test_the_question_follows_the_response(chat: ChatFormat) -> None:
     engine = replying(r"\boxed{0.25}", r"\boxed{0.75}")
-    assert Verbalized(engine, chat).score([entry_of(chat)]) == [[0.25, 0.75, 0.25]]
+    assert verbalized.Verbalized(engine, chat).score([entry_of(chat)]) == [[0.25, 0.75, 0.25]]
     assert len(engine.requests) == 2, "equal responses are asked about once"
     request = engine.requests[0]
-    turns = [Message("user", "1 + 2?"), Message("assistant", TEXTS[0]), Message("user", VERBAL_QUERY)]
+    turns = [Message("user", "1 + 2?"), Message("assistant", TEXTS[0]), Message("user", verbalized.VERBAL_QUERY)]
     assert request.prompt_ids == chat.prompt_ids(turns)
     assert request.query is None
     assert request.sampling.temperature == 0.0
@@ -116,12 +105,12 @@ def test_the_question_follows_the_response(chat: ChatFormat) -> None:
 def test_no_probability_is_none_and_may_be_asked_for_again(chat: ChatFormat) -> None:
     unsure = "Sure.", Failure("too hard", is_refusal=True)
     once, twice = replying(*unsure), replying(*unsure, r"\boxed{0.5}", "Hm.")
-    assert Verbalized(once, chat).score([entry_of(chat)]) == [[None, None, None]]
-    assert Verbalized(twice, chat, attempts=2).score([entry_of(chat)]) == [[0.5, None, 0.5]]
+    assert verbalized.Verbalized(once, chat).score([entry_of(chat)]) == [[None, None, None]]
+    assert verbalized.Verbalized(twice, chat, attempts=2).score([entry_of(chat)]) == [[0.5, None, 0.5]]
     assert [request.sampling.temperature for request in twice.requests] == [0.0, 0.0, 1.0, 1.0]
     assert [request.seed for request in twice.requests[2:]] == [request.seed + 1 for request in twice.requests[:2]]
     with pytest.raises(ValueError, match="`attempts` to be a positive integer"):
-        Verbalized(once, chat, attempts=0)
+        verbalized.Verbalized(once, chat, attempts=0)
 
 
 def test_what_has_no_room_is_not_asked(chat: ChatFormat) -> None:
@@ -129,24 +118,24 @@ def test_what_has_no_room_is_not_asked(chat: ChatFormat) -> None:
     engine = ReplyingEngine(lambda _: r"\boxed{1}", max_context=room)
     long = "So it continues. " * 40
     entry = entry_of(chat, (TEXTS[0], long))
-    assert Verbalized(engine, chat, max_new_tokens=32).score([entry]) == [[1.0, None]]
-    assert Verbalized(engine, chat, max_new_tokens=32).score([]) == []
+    assert verbalized.Verbalized(engine, chat, max_new_tokens=32).score([entry]) == [[1.0, None]]
+    assert verbalized.Verbalized(engine, chat, max_new_tokens=32).score([]) == []
 
 
 def test_every_word_is_the_middle_of_its_tenth() -> None:
-    for place, word in enumerate(WORDS):
-        assert parse_words(rf"\boxed{{{word.capitalize()}}}") == pytest.approx(place / 10 + 0.05)
-        assert parse_words(f"{word}.") == pytest.approx(place / 10 + 0.05)
-        assert word in TEN_WORDS.after
-        assert f"{word} ({place / 10:.1f} to {(place + 1) / 10:.1f})" in TEN_WORDS.before
+    for place, word in enumerate(verbalized.WORDS):
+        assert verbalized.parse_words(rf"\boxed{{{word.capitalize()}}}") == pytest.approx(place / 10 + 0.05)
+        assert verbalized.parse_words(f"{word}.") == pytest.approx(place / 10 + 0.05)
+        assert word in verbalized.TEN_WORDS.after
+        assert f"{word} ({place / 10:.1f} to {(place + 1) / 10:.1f})" in verbalized.TEN_WORDS.before
 
 
 @pytest.mark.parametrize(
     ("name", "query", "reply", "value"),
     [
-        ("verbalized", NUMBERS.after, r"\boxed{0.4}", 0.4),
-        ("verbalized_words", TEN_WORDS.after, r"\boxed{Unlikely}", 0.35),
-        ("verbalized_percent", PERCENTAGES.after, r"\boxed{40}", 0.4),
+        ("verbalized", verbalized.NUMBERS.after, r"\boxed{0.4}", 0.4),
+        ("verbalized_words", verbalized.TEN_WORDS.after, r"\boxed{Unlikely}", 0.35),
+        ("verbalized_percent", verbalized.PERCENTAGES.after, r"\boxed{40}", 0.4),
     ],
 )
 def test_each_estimator_asks_on_its_scale(name: str, query: str, reply: str, value: float, chat: ChatFormat) -> None:
@@ -161,7 +150,7 @@ def test_what_states_nothing_is_asked_again_and_then_unknown() -> None:
     replies = {"a": iter([r"\boxed{0.5}"]), "b": iter(["hm", "hm", r"\boxed{0.25}"]), "c": iter(["?"] * 3)}
     engine = ReplyingEngine(lambda prompt: next(replies[prompt]))
     prompts = {tuple(name.encode()): 0 for name in replies}
-    found = ask_for_confidences(engine, prompts, parse=NUMBERS.parse, attempts=3)
+    found = verbalized.ask_for_confidences(engine, prompts, parse=verbalized.NUMBERS.parse, attempts=3)
     assert {FakeChat().decode(prompt): value for prompt, value in found.items()} == {"a": 0.5, "b": 0.25}
     assert [request.sampling.temperature for request in engine.requests] == [0.0] * 3 + [1.0] * 4
     assert len({request.seed for request in engine.requests}) == 3

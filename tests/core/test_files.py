@@ -9,13 +9,7 @@ from pathlib import Path
 import pytest
 from support.kill_worker import die_at
 
-from selfcal_lightning.core.files import (
-    json_object_or_none,
-    open_atomically,
-    remove_abandoned,
-    write_atomically,
-    write_json_lines,
-)
+from selfcal_lightning.core import files
 
 
 def killed_at(call: int, path: Path) -> None:
@@ -23,7 +17,7 @@ def killed_at(call: int, path: Path) -> None:
     child = os.fork()
     if not child:
         die_at(call)
-        write_atomically(path, b"new")
+        files.write_atomically(path, b"new")
         os._exit(0)
     assert os.waitpid(child, 0)[1] == signal.SIGKILL
 
@@ -34,22 +28,22 @@ def test_a_kill_leaves_the_old_content_or_the_new(tmp_path: Path, call: int, lef
     path.write_bytes(b"old")
     killed_at(call, path)
     assert path.read_bytes() == left
-    assert remove_abandoned(tmp_path) == (1 if call < 3 else 0)
+    assert files.remove_abandoned(tmp_path) == (1 if call < 3 else 0)
     assert list(tmp_path.iterdir()) == [path]
 
 
 def test_a_file_that_somebody_writes_is_not_cleaned_up(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "lines.jsonl"
     path.parent.mkdir()
-    with open_atomically(path) as file:
+    with files.open_atomically(path) as file:
         file.write(b"half")
-        assert remove_abandoned(tmp_path) == 0
+        assert files.remove_abandoned(tmp_path) == 0
         file.write(b" and half")
     assert path.read_bytes() == b"half and half"
     killed_at(2, path)
     killed_at(2, path.with_name("other"))
-    assert remove_abandoned(path.parent, of="other") == 1
-    assert remove_abandoned(tmp_path) == 1
+    assert files.remove_abandoned(path.parent, of="other") == 1
+    assert files.remove_abandoned(tmp_path) == 1
 
 
 def test_where_there_are_no_locks_nothing_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,17 +52,17 @@ def test_where_there_are_no_locks_nothing_is_removed(tmp_path: Path, monkeypatch
 
     killed_at(2, tmp_path / "file")
     monkeypatch.setattr(fcntl, "flock", no_locks)
-    assert remove_abandoned(tmp_path) == 0
-    assert write_atomically(tmp_path / "file", b"whole")
+    assert files.remove_abandoned(tmp_path) == 0
+    assert files.write_atomically(tmp_path / "file", b"whole")
     assert len(list(tmp_path.iterdir())) == 2
 
 
 def test_lines_that_break_off_leave_what_was_there(tmp_path: Path) -> None:
     path = tmp_path / "lines.jsonl"
-    write_json_lines(path, [{"a": "é"}, {"a": None}])
+    files.write_json_lines(path, [{"a": "é"}, {"a": None}])
     assert path.read_text() == '{"a": "é"}\n{"a": null}\n'
     with pytest.raises(ValueError, match="JSON compliant"):
-        write_json_lines(path, [{"a": 1}, {"a": float("nan")}])
+        files.write_json_lines(path, [{"a": 1}, {"a": float("nan")}])
     assert path.read_text() == '{"a": "é"}\n{"a": null}\n'
     assert list(tmp_path.iterdir()) == [path]
 
@@ -77,4 +71,4 @@ def test_lines_that_break_off_leave_what_was_there(tmp_path: Path) -> None:
 def test_a_report_that_is_not_there_or_damaged_is_none(tmp_path: Path, content: bytes | None) -> None:
     if content is not None:
         (tmp_path / "report.json").write_bytes(content)
-    assert json_object_or_none(tmp_path / "report.json") is None
+    assert files.json_object_or_none(tmp_path / "report.json") is None

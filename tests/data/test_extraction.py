@@ -6,16 +6,8 @@ from typing import Any
 
 import pytest
 
+from selfcal_lightning.data.tasks import extraction
 from selfcal_lightning.data.tasks.expressions import is_text, is_within_limits, normalise_expression, read_expression
-from selfcal_lightning.data.tasks.extraction import (
-    canonical_number,
-    final_part,
-    last_boxed,
-    normalise_short_text,
-    read_letter,
-    read_number,
-    read_short_text,
-)
 from selfcal_lightning.data.tasks.registry import get_task
 
 # The reference system takes the first letter of a word for an option, stops at a thousands comma, and cuts "12.0.00".
@@ -23,7 +15,7 @@ REFERENCE_FAULTS = {"Answer: Based on", "Answer: Because", "Answer: Doris", "Ans
 
 
 READINGS: dict[Callable[[str], str | None], list[tuple[str, str | None]]] = {
-    read_number: [
+    extraction.read_number: [
         ("It is 3. No: 4.", "4"), ("Answer: 3\nWait.\nAnswer: 4", "4"),
         (r"\boxed{3} and then Answer: 4", "3"), (r"\boxed{3} or \boxed{18 \text{ dollars}}", "18"),
         (r"\boxed{\$1{,}234.50}", "1234.5"), (r"Answer: $\frac{3}{4}$ of 12", "0.75"),
@@ -48,11 +40,11 @@ READINGS: dict[Callable[[str], str | None], list[tuple[str, str | None]]] = {
         ("3e4.5", "3"), ("1e1000", None),
         ("1,2,345,678", "2345678"), ("5,111,1234,567", "567"),
     ],
-    canonical_number: [
+    extraction.canonical_number: [
         ("5.0", "5"), ("7.50", "7.5"), ("1,234", "1234"), (".5", "0.5"), ("007", "7"), ("6/8", "0.75"), ("1/3", "1/3"),
         ("1e-05", "0.00001"), ("1E+3", "1000"),
     ],
-    read_letter: [
+    extraction.read_letter: [
         ("Answer: (B)", "B"), ("Answer: b)", "B"),
         ("**Answer:** D. because", "D"), ("Answer: **C**", "C"),
         ("Answer:\nE", "E"), ("Answer: A\nOn reflection:\nAnswer: B", "B"),
@@ -68,11 +60,11 @@ READINGS: dict[Callable[[str], str | None], list[tuple[str, str | None]]] = {
         ("B. library", "B"), ("A. bank\nB. library", None),
         ("none of these", None), ("", None),
     ],
-    read_short_text: [
+    extraction.read_short_text: [
         (r"\boxed{\text{The Paris}}", "paris"), ("It is so.\nAnswer: Sinclair Lewis.", "sinclair lewis"),
         ("line 1\nLast line!", "last line"), ("  ", None), ("Answer: 1.5 million.", "1.5 million"),
     ],
-    last_boxed: [
+    extraction.last_boxed: [
         (r"\boxed{1}", "1"), (r"\boxed{", None),
         ("\\boxed{\n1}", "\n1"), (r"\boxed{x", None),
         (r"\boxed 5$", "5"), (r"\fbox{6}", "6"),
@@ -88,9 +80,9 @@ def test_readings(read: Callable[[str], str | None], text: str, found: str | Non
 
 
 def test_digits_stand_for_letters_only_when_asked() -> None:
-    read = [read_letter(f"Answer: {text}", digits=True) for text in ("3", "3.5 m", "12")]
+    read = [extraction.read_letter(f"Answer: {text}", digits=True) for text in ("3", "3.5 m", "12")]
     assert read == ["C", None, None]
-    assert read_letter("Answer: 3") is read_letter("Answer: 3", "AB", digits=True) is None
+    assert extraction.read_letter("Answer: 3") is extraction.read_letter("Answer: 3", "AB", digits=True) is None
 
 
 @pytest.mark.parametrize(
@@ -144,14 +136,14 @@ def test_ordinary_expressions_are_within_the_limits() -> None:
 def test_hostile_texts_are_read_in_linear_time(filler: str) -> None:
     text = "5" + filler * (40_000 // len(filler)) + "1111"
     start = time.process_time()
-    for read in (read_number, read_letter, read_expression, read_short_text):
+    for read in (extraction.read_number, extraction.read_letter, read_expression, extraction.read_short_text):
         read(text)
         read(rf"\boxed{{{text}}}")
     assert time.process_time() - start < 5.0
 
 
 def test_open_reasoning_has_no_final_part() -> None:
-    assert final_part("<think>a</think><think>b") is None
+    assert extraction.final_part("<think>a</think><think>b") is None
 
 
 def test_reference_vectors_selfcal(vectors: Callable[[str], dict[str, Any]]) -> None:
@@ -163,17 +155,17 @@ def test_reference_vectors_selfcal(vectors: Callable[[str], dict[str, Any]]) -> 
             assert answer != case["extracted"]
         elif case["extracted"] is not None:
             expected = str(case["extracted"])
-            assert answer == (canonical_number(expected) or expected), case
+            assert answer == (extraction.canonical_number(expected) or expected), case
 
 
 def test_reference_vectors_qwen_extract(vectors: Callable[[str], dict[str, Any]]) -> None:
     for case in vectors("qwen_math_extract")["cases"]:
-        expected = last_boxed(case["extracted"]) or case["extracted"]
+        expected = extraction.last_boxed(case["extracted"]) or case["extracted"]
         assert (read_expression(case["text"]) or "") == expected, case
 
 
 def test_a_short_text_keeps_the_point_and_the_sign_of_a_number() -> None:
     texts = ["1.5", "15", "-5", "5", ".5", "No. 5", "U.S.A.", "1999-2000", "$1,200.50"]
-    assert [normalise_short_text(text) for text in texts] == [
+    assert [extraction.normalise_short_text(text) for text in texts] == [
         "1.5", "15", "-5", "5", ".5", "no 5", "usa", "19992000", "1200.50",
     ]  # fmt: skip

@@ -19,17 +19,9 @@ from selfcal_lightning.data.store.shards import StoredRow
 from selfcal_lightning.data.tasks.registry import get_task
 from selfcal_lightning.engines.base import Engine, generate
 from selfcal_lightning.engines.transformers.engine import TransformersEngine
+from selfcal_lightning.models import lora
 from selfcal_lightning.models.chat_format import ChatFormat, load_tokenizer
 from selfcal_lightning.models.folders import weights_sha256
-from selfcal_lightning.models.lora import (
-    LoraSettings,
-    adapter_state,
-    attach_lora,
-    load_adapter,
-    read_adapter_state,
-    save_adapter,
-    set_adapter_state,
-)
 from selfcal_lightning.records import Question, Request, Sample, SamplingSettings
 from selfcal_lightning.training import rounds
 from selfcal_lightning.training.rounds import AdapterMismatchError, Probe, check_adapter, make_probes
@@ -73,15 +65,15 @@ def trained(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Traine
     """Two adapters a small step apart, as after an epoch of training; the network holds the later one."""
     folder = tmp_path_factory.mktemp("adapters")
     chat = ChatFormat(load_tokenizer(tiny_model))
-    network = attach_lora(
-        AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32), LoraSettings(r=8, activated=False)
+    network = lora.attach_lora(
+        AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32), lora.LoraSettings(r=8, activated=False)
     )
     generator = torch.Generator().manual_seed(0)
     for name in ("previous", "adapter"):
         for key, parameter in network.named_parameters():
             if "lora_B" in key:
                 parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator)
-        save_adapter(network, folder / name)
+        lora.save_adapter(network, folder / name)
     probes = make_probes(sampled_rows(network, chat), chat)
     return Trained(network.eval(), str(folder / "adapter"), str(folder / "previous"), probes, chat)
 
@@ -167,7 +159,7 @@ def test_transformers_passes_with_the_adapter_and_fails_with_the_previous_one(
 def half(tiny_model: str, trained: Trained) -> PreTrainedModel:
     """The weights in bfloat16 and the adapter in float32, as in training."""
     network = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.bfloat16)
-    return load_adapter(network, trained.adapter).eval()
+    return lora.load_adapter(network, trained.adapter).eval()
 
 
 @pytest.mark.slow
@@ -242,15 +234,15 @@ def test_a_wide_bound_lets_no_earlier_adapter_through(
     tiny_model: str, trained: Trained, half: PreTrainedModel, noise: float
 ) -> None:
     """Three adapters in a row, each a step from the other as after an epoch; the noise is larger than the step."""
-    own = adapter_state(half)
+    own = lora.adapter_state(half)
 
     @contextmanager
     def earlier() -> Iterator[None]:
-        set_adapter_state(half, read_adapter_state(Path(trained.previous)))
+        lora.set_adapter_state(half, lora.read_adapter_state(Path(trained.previous)))
         try:
             yield
         finally:
-            set_adapter_state(half, own)
+            lora.set_adapter_state(half, own)
 
     stale = Noisy(_half_engine(tiny_model, trained, trained.previous), noise)
     with pytest.raises(AdapterMismatchError, match="nearer to the earlier one"):

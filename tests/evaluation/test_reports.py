@@ -11,22 +11,8 @@ from rich.console import Console
 from support.processes import run_python
 
 from selfcal_lightning.confidence.features import ConfidenceScores
+from selfcal_lightning.evaluation import figures, outputs
 from selfcal_lightning.evaluation.curves import StrategyCurve
-from selfcal_lightning.evaluation.figures import (
-    accuracy_figure,
-    confidence_distribution,
-    reliability_diagram,
-    reliability_grid,
-    risk_coverage_figure,
-    roc_figure,
-)
-from selfcal_lightning.evaluation.outputs import (
-    break_even_table,
-    consensus_table,
-    curves_csv,
-    saving_table,
-    strategies_markdown,
-)
 from selfcal_lightning.evaluation.statistics import (
     BreakEvenRow,
     BudgetRow,
@@ -107,12 +93,12 @@ def printed(table: object) -> str:
 
 
 def test_savings_without_calibration_show_their_interval() -> None:
-    text = printed(saving_table([row for row in SAVINGS if row.chosen is None and row.target == 4]))
+    text = printed(outputs.saving_table([row for row in SAVINGS if row.chosen is None and row.target == 4]))
     assert "25% [24%,26%]" in text
 
 
 def test_consensus_and_break_even() -> None:
-    text = printed(consensus_table(CONSENSUS, SCORES))
+    text = printed(outputs.consensus_table(CONSENSUS, SCORES))
     (line,) = (line.split() for line in text.splitlines() if line.strip().startswith("sequence_logprob_platt"))
     assert line[1:5] == ["0.900", "0.700", "0.050", "25.0%"]
     rows = [
@@ -120,8 +106,8 @@ def test_consensus_and_break_even() -> None:
         BreakEvenRow(STOP, 8, 1000.0, estimate(9.0), 2.0, 112, 100, 120),
     ]
     # Chosen by what it saves on the questions to choose by, not by what it saves here.
-    assert "self_consistency" in printed(break_even_table(rows))
-    assert "200 [180, never]" in printed(break_even_table(rows))
+    assert "self_consistency" in printed(outputs.break_even_table(rows))
+    assert "200 [180, never]" in printed(outputs.break_even_table(rows))
 
 
 def test_markdown_holds_every_row() -> None:
@@ -129,7 +115,7 @@ def test_markdown_holds_every_row() -> None:
     report = StrategyReport(
         "id", 16, 4, {"base": 0.25}, {"base": scores}, {}, [], BUDGETS, SAVINGS, CONSENSUS, [], [], []
     )
-    text = strategies_markdown(report)
+    text = outputs.strategies_markdown(report)
     lines = [line for line in text.splitlines() if line.startswith("| base")]
     assert len(lines) == len(BUDGETS) + len(SAVINGS) + len(CONSENSUS)
     assert (
@@ -140,24 +126,24 @@ def test_markdown_holds_every_row() -> None:
 
 
 def test_csv_holds_every_point_in_the_order_of_the_grid() -> None:
-    rows = list(csv.DictReader(io.StringIO(curves_csv({"id": CURVES}))))
+    rows = list(csv.DictReader(io.StringIO(outputs.curves_csv({"id": CURVES}))))
     assert [row["setting"] for row in rows] == ["1.0", "2.0", "4.0", "0.5", "0.9", "0.7", "1.0"]
     assert (rows[0]["tokens"], rows[4]["tokens"], rows[4]["samples"]) == ("", "300.0", "3.0")
 
 
 def test_accuracy_figure_draws_the_points_as_they_are() -> None:
-    figure = accuracy_figure(CURVES)
+    figure = figures.accuracy_figure(CURVES)
     votes, stop = figure.axes
     assert [line.get_ydata().tolist() for line in votes.lines] == [[0.25, 0.5, 0.75]] * 2  # the reference beneath
     assert stop.lines[1].get_xdata().tolist() == [1.0, 2.0, 3.0]
     assert stop.lines[1].get_ydata().tolist() == [0.25, 0.5, 0.75]
     assert votes.get_xscale() == "log"
-    tokens = accuracy_figure(CURVES, cost="tokens")
+    tokens = figures.accuracy_figure(CURVES, cost="tokens")
     assert len(tokens.axes) == 1  # lengths of the votes are unknown
 
 
 def test_risk_coverage_figure() -> None:
-    axes = risk_coverage_figure(CONSENSUS).axes[0]
+    axes = figures.risk_coverage_figure(CONSENSUS).axes[0]
     assert axes.lines[0].get_ydata().tolist() == pytest.approx([0.0, 0.0, 1 / 3, 1 / 2])
     assert axes.get_legend().get_texts()[0].get_text() == "votes alone: AURC 0.100"
 
@@ -239,7 +225,7 @@ def _bars(axes: Axes, *, hatched: bool = False) -> dict[int, float]:
 
 def test_bars_are_the_reliability_bins() -> None:
     bins = reliability_bins(*_pool())
-    figure = reliability_diagram(*_pool(), title="arithmetic")
+    figure = figures.reliability_diagram(*_pool(), title="arithmetic")
     upper, lower = figure.axes
     filled = np.flatnonzero(bins.count).tolist()
     assert _bars(upper) == pytest.approx({b: bins.accuracy[b] for b in filled})
@@ -254,7 +240,7 @@ def test_comparison_has_a_column_per_split_and_two_rows_of_diagrams() -> None:
         side: {split: reliability_bins(*_pool(seed + more)) for split, more in splits.items()}
         for side, seed in (("before", 0), ("after", 5))
     }
-    figure = reliability_grid(diagrams, title="samples of the base model")
+    figure = figures.reliability_grid(diagrams, title="samples of the base model")
     titles = [axes.get_title() for axes in figure.axes if axes.get_title()]
     assert len(figure.axes) == 8
     for side, by_split in diagrams.items():
@@ -265,11 +251,11 @@ def test_comparison_has_a_column_per_split_and_two_rows_of_diagrams() -> None:
             assert _bars(axes) == pytest.approx({b: bins.accuracy[b] for b in np.flatnonzero(bins.count).tolist()})
     for bad in ({}, {"base": {}}, {"base": {"a": bins}, "calibrated": {"b": bins}}):
         with pytest.raises(ValueError, match="`diagrams`"):
-            reliability_grid(bad)
+            figures.reliability_grid(bad)
 
 
 def test_distribution_shows_shares_of_right_and_of_wrong() -> None:
-    figure = confidence_distribution([0.9, 0.9, 0.8, 0.1], [True, True, True, False], num_bins=10)
+    figure = figures.confidence_distribution([0.9, 0.9, 0.8, 0.1], [True, True, True, False], num_bins=10)
     heights = [[patch.get_height() for patch in bars] for bars in figure.axes[0].containers]
     assert heights[0] == pytest.approx([0] * 8 + [1 / 3, 2 / 3])
     assert heights[1] == pytest.approx([0, -1] + [0] * 8)
@@ -281,11 +267,11 @@ def test_distribution_shows_shares_of_right_and_of_wrong() -> None:
 def test_odd_pools_draw_without_a_warning(name: str) -> None:
     confidence, correct = ODD_POOLS[name]
     for figure in (
-        reliability_diagram(confidence, correct),
-        reliability_diagram(confidence, correct, before=(confidence, correct)),
-        reliability_grid({"before": {"test": reliability_bins(confidence, correct)}}),
-        roc_figure({"after": (confidence, correct)}),
-        confidence_distribution(confidence, correct),
+        figures.reliability_diagram(confidence, correct),
+        figures.reliability_diagram(confidence, correct, before=(confidence, correct)),
+        figures.reliability_grid({"before": {"test": reliability_bins(confidence, correct)}}),
+        figures.roc_figure({"after": (confidence, correct)}),
+        figures.confidence_distribution(confidence, correct),
     ):
         figure.savefig(buffer := io.BytesIO(), format="png", dpi=40)
         assert buffer.getvalue().startswith(b"\x89PNG")

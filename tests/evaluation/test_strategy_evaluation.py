@@ -10,6 +10,7 @@ from support.strategy_pools import make_entry, random_pool, with_samples
 
 from selfcal_lightning.confidence.fusion import WeighedPool, fit_confidences, weigh_pool
 from selfcal_lightning.data.pools.recorded import RecordedPool
+from selfcal_lightning.evaluation import strategies
 from selfcal_lightning.evaluation.curves import (
     Reshuffles,
     StrategyCurve,
@@ -26,14 +27,6 @@ from selfcal_lightning.evaluation.statistics import (
     consensus_rows,
     resample_curves,
     saving_rows,
-)
-from selfcal_lightning.evaluation.strategies import (
-    SideStrategies,
-    StrategyReport,
-    calibrate_side,
-    prepare_test,
-    report_on,
-    run_strategies,
 )
 from selfcal_lightning.inference import vectorised as orders
 from selfcal_lightning.inference.sources import replay
@@ -188,13 +181,13 @@ def test_settings_come_from_the_calibration_questions() -> None:
     assert (saving.chosen.setting, saving.chosen.change.value, saving.chosen.saving.value) == (0.2, -0.25, 0.75)
 
 
-def evaluate(test: RecordedPool, calibration: RecordedPool | None, **options: object) -> StrategyReport:
+def evaluate(test: RecordedPool, calibration: RecordedPool | None, **options: object) -> strategies.StrategyReport:
     settings = StrategySettings(**{"strategies": FEW, "num_reshuffles": 3, "num_resamples": 40, **options})
-    calibrated = {"model": calibrate_side(test, calibration, [], settings)}
+    calibrated = {"model": strategies.calibrate_side(test, calibration, [], settings)}
     inputs = check_inputs(Inputs({"test": {"model": test}}, {} if calibration is None else {"model": calibration}))
-    prepared = prepare_test("test", inputs.tests["test"], calibrated, settings)
-    sides = {"model": SideStrategies("model", calibrated["model"], settings)}
-    return report_on(prepared, run_strategies(prepared, sides, settings), settings)
+    prepared = strategies.prepare_test("test", inputs.tests["test"], calibrated, settings)
+    sides = {"model": strategies.SideStrategies("model", calibrated["model"], settings)}
+    return strategies.report_on(prepared, strategies.run_strategies(prepared, sides, settings), settings)
 
 
 def test_report_with_calibration_questions() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from selfcal_lightning.metrics import bootstrap
+from selfcal_lightning.metrics import bootstrap, curves
 from selfcal_lightning.metrics.arrays import AUROC, BRIER, ECE, PASS_AT_1, WITHIN_QUESTION_AUROC
 from selfcal_lightning.metrics.bootstrap import (
     BOOTSTRAP_METRICS,
@@ -21,15 +21,6 @@ from selfcal_lightning.metrics.bootstrap import (
     resample_weights,
 )
 from selfcal_lightning.metrics.calibration import brier_score, expected_calibration_error
-from selfcal_lightning.metrics.curves import (
-    best_setting_within,
-    break_even,
-    cheapest_setting_reaching,
-    cost_to_reach,
-    risk_coverage,
-    setting_within,
-    wilson_interval,
-)
 from selfcal_lightning.metrics.discrimination import aurc, auroc, within_question_discrimination
 
 
@@ -141,8 +132,8 @@ def test_one_question_has_no_intervals() -> None:
             lambda: paired_bootstrap(ScoredResponses([0.5], [True], [0]), ScoredResponses([0.5], [True], [1])),
             r"same questions, .* \[0, 1\]",
         ),
-        (lambda: wilson_interval(3, 2), "`successes` .* got 3"),
-        (lambda: break_even(-1.0, 1.0), "`cost` .* -1"),
+        (lambda: curves.wilson_interval(3, 2), "`successes` .* got 3"),
+        (lambda: curves.break_even(-1.0, 1.0), "`cost` .* -1"),
     ],
 )
 def test_wrong_arguments_are_named(refused: Callable[[], object], message: str) -> None:
@@ -172,33 +163,33 @@ def test_cost_to_reach_against_a_plain_walk(seed: int) -> None:
     cost, value = generator.integers(1, 9, size=12) / 2.0, generator.integers(0, 7, size=12) / 8.0
     for target in np.linspace(0.0, 1.0, 21):
         expected = _reference_mixture_cost(cost, value, target)
-        found = cost_to_reach(cost, value, float(target))
+        found = curves.cost_to_reach(cost, value, float(target))
         assert found == (None if expected is None else pytest.approx(expected)), target
 
 
 def test_settings_within_a_budget() -> None:
     cost, value = np.array([1.0, 2.0, 4.0, 3.0]), np.array([0.5, 0.75, 1.0, 0.75])
-    assert setting_within(cost, 3.5) == 3  # the dearest, whatever it reaches
-    assert best_setting_within(cost, value, 3.5) == 1  # the best, the cheaper of two equals
-    assert best_setting_within(cost, value, 0.5) is setting_within(cost, 0.5) is None
-    assert cheapest_setting_reaching(cost, np.array([0.5, 0.5, 0.5, 0.75]), 0.7) == 3
-    assert cheapest_setting_reaching(cost, value, 0.75) == 1
+    assert curves.setting_within(cost, 3.5) == 3  # the dearest, whatever it reaches
+    assert curves.best_setting_within(cost, value, 3.5) == 1  # the best, the cheaper of two equals
+    assert curves.best_setting_within(cost, value, 0.5) is curves.setting_within(cost, 0.5) is None
+    assert curves.cheapest_setting_reaching(cost, np.array([0.5, 0.5, 0.5, 0.75]), 0.7) == 3
+    assert curves.cheapest_setting_reaching(cost, value, 0.75) == 1
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_risk_coverage_without_ties_has_the_area_of_aurc(seed: int) -> None:
     generator = np.random.default_rng(seed)
     scores, labels = generator.permutation(50) / 50.0, generator.random(50) < 0.6
-    curve = risk_coverage(scores, labels)
+    curve = curves.risk_coverage(scores, labels)
     assert curve.risk.mean() == pytest.approx(aurc(scores, labels))
     assert curve.coverage[-1] == 1.0
     assert curve.risk[-1] == pytest.approx(1.0 - labels.mean())
 
 
 def test_break_even_by_hand() -> None:
-    assert break_even(10.0, 4.0) == 3  # after two questions 8 are earned, after three 12
-    assert break_even(0.0, 1.0) == 0
-    assert {break_even(10.0, saved) for saved in (-1.0, 0.0, None, math.nan)} == {None}
+    assert curves.break_even(10.0, 4.0) == 3  # after two questions 8 are earned, after three 12
+    assert curves.break_even(0.0, 1.0) == 0
+    assert {curves.break_even(10.0, saved) for saved in (-1.0, 0.0, None, math.nan)} == {None}
 
 
 def test_resample_weights_are_the_draws_of_the_other_bootstraps() -> None:

@@ -11,22 +11,7 @@ from hypothesis import strategies as st
 from numpy.testing import assert_allclose
 from scipy import special, stats
 
-from selfcal_lightning.capability.allocation import (
-    beta_allocation,
-    greedy_allocation,
-    interpolated_allocation,
-    round_to_total,
-    sequential_allocation,
-)
-from selfcal_lightning.capability.fitted_maps import (
-    InflatedBeta,
-    beta_pass_at_k,
-    fit_concentration,
-    fit_inflated_beta,
-    fit_pass_at_k_maps,
-    isotonic_knots,
-    quantile_mapping,
-)
+from selfcal_lightning.capability import allocation, fitted_maps
 from selfcal_lightning.metrics.capability import pass_at_k, simulated_pass_at_k
 from selfcal_lightning.rewards.search import paths_to_keep, required_samples, samples_per_path
 
@@ -36,7 +21,7 @@ def _reference_scipy_pass_at_k(p: float, k: int, concentration: float) -> float:
     return 1.0 - np.exp(special.betaln(a, b + k) - special.betaln(a, b))
 
 
-def _reference_scipy_log_likelihood(p: np.ndarray, c: np.ndarray, n: int, fitted: InflatedBeta) -> float:
+def _reference_scipy_log_likelihood(p: np.ndarray, c: np.ndarray, n: int, fitted: fitted_maps.InflatedBeta) -> float:
     """Return the log-likelihood of counts under a mixture of atoms and scipy's beta-binomial."""
     body = stats.betabinom(n, fitted.concentration * p, fitted.concentration * (1.0 - p)).pmf(c)
     atoms = np.where(c == 0, 1.0 - p, 0.0) + np.where(c == n, p, 0.0)
@@ -56,24 +41,24 @@ def _drawn(inflation: float, concentration: float, size: int = 3000) -> tuple[np
 @settings(deadline=None)
 @given(st.floats(0.001, 0.999), st.integers(0, 128), st.floats(0.01, 1e4))
 def test_beta_pass_at_k_equals_the_ratio_of_beta_functions(p: float, k: int, concentration: float) -> None:
-    found = beta_pass_at_k(p, k, concentration=concentration)
+    found = fitted_maps.beta_pass_at_k(p, k, concentration=concentration)
     assert found == pytest.approx(_reference_scipy_pass_at_k(p, k, concentration), abs=1e-9)
     # By Jensen's inequality a point is too high, and the mean of the distribution is the prediction itself.
     assert found <= simulated_pass_at_k(p, k) + 1e-12
-    assert beta_pass_at_k(p, 1, concentration=concentration) == pytest.approx(p, abs=1e-12)
+    assert fitted_maps.beta_pass_at_k(p, 1, concentration=concentration) == pytest.approx(p, abs=1e-12)
 
 
 def test_the_fit_is_the_likeliest_nearby() -> None:
     p, _, correct = _drawn(0.3, 4.0, size=400)
-    fitted = fit_inflated_beta(p, correct, 32)
+    fitted = fitted_maps.fit_inflated_beta(p, correct, 32)
     best = _reference_scipy_log_likelihood(p, correct, 32, fitted)
     for step_w, step_s in ((0.01, 1.0), (-0.01, 1.0), (0.0, 1.03), (0.0, 0.97)):
-        other = InflatedBeta(fitted.inflation + step_w, fitted.concentration * step_s)
+        other = fitted_maps.InflatedBeta(fitted.inflation + step_w, fitted.concentration * step_s)
         assert _reference_scipy_log_likelihood(p, correct, 32, other) < best
-    alone = fit_concentration(p, correct, 32)
-    best = _reference_scipy_log_likelihood(p, correct, 32, InflatedBeta(0.0, alone))
+    alone = fitted_maps.fit_concentration(p, correct, 32)
+    best = _reference_scipy_log_likelihood(p, correct, 32, fitted_maps.InflatedBeta(0.0, alone))
     for factor in (0.97, 1.03):
-        assert _reference_scipy_log_likelihood(p, correct, 32, InflatedBeta(0.0, alone * factor)) < best
+        assert _reference_scipy_log_likelihood(p, correct, 32, fitted_maps.InflatedBeta(0.0, alone * factor)) < best
 
 
 Vectors = Callable[[str], dict[str, Any]]
@@ -98,7 +83,7 @@ def _reference_listed_quantile(distribution: list[float], level: float) -> float
 
 def test_quantile_mapping_equals_the_vectors(vectors: Vectors) -> None:
     for case in vectors("quantile_mapping_posthoc")["cases"]:
-        found = quantile_mapping(case["confidence"], case["target_distribution"], ties="first")
+        found = fitted_maps.quantile_mapping(case["confidence"], case["target_distribution"], ties="first")
         assert_allclose(found, case["out"], atol=1e-9)
 
 
@@ -106,7 +91,7 @@ def test_quantile_mapping_equals_the_vectors(vectors: Vectors) -> None:
 @given(st.lists(st.floats(0.0, 1.0), min_size=1, max_size=9))
 def test_isotonic_equals_its_minimax_formula(targets: list[float]) -> None:
     scores = np.arange(len(targets)) / 7.0
-    x, y = isotonic_knots(scores, targets)
+    x, y = fitted_maps.isotonic_knots(scores, targets)
     assert_allclose(np.interp(scores, x, y), _reference_minimax_isotonic(targets), atol=1e-9)
 
 
@@ -114,7 +99,7 @@ def test_isotonic_equals_its_minimax_formula(targets: list[float]) -> None:
 @given(QUESTIONS, st.lists(st.floats(-1.0, 2.0), min_size=1, max_size=6))
 def test_maps_rise_with_the_score_and_with_k(questions: list[tuple[float, int]], asked: list[float]) -> None:
     scores, correct = zip(*questions, strict=True)
-    maps = fit_pass_at_k_maps(scores, correct, 8, ks=[4, 1, 2, 8])
+    maps = fitted_maps.fit_pass_at_k_maps(scores, correct, 8, ks=[4, 1, 2, 8])
     assert maps.k == (1, 2, 4, 8)
     found = maps.transform(sorted(asked))
     assert (np.diff(found, axis=0) >= -1e-9).all()
@@ -131,11 +116,11 @@ def test_maps_rise_with_the_score_and_with_k(questions: list[tuple[float, int]],
     st.lists(st.floats(0.0, 1.0), min_size=1, max_size=8),
 )
 def test_quantile_mapping_equals_order_statistics(scores: list[int], distribution: list[float]) -> None:
-    found = quantile_mapping(scores, distribution)
+    found = fitted_maps.quantile_mapping(scores, distribution)
     order = sorted(scores)
     wanted = [_reference_listed_quantile(distribution, order.index(score) / (len(scores) - 1)) for score in scores]
     assert_allclose(found, wanted, atol=1e-9)
-    assert_allclose(quantile_mapping(scores, distribution, ties="first"), wanted, atol=1e-9)
+    assert_allclose(fitted_maps.quantile_mapping(scores, distribution, ties="first"), wanted, atol=1e-9)
 
 
 CHANCES = st.lists(st.sampled_from([0.0, 0.05, 0.2, 0.5, 0.5, 0.9, 1.0]), min_size=1, max_size=6)
@@ -172,21 +157,21 @@ def test_greedy_equals_the_vectors(vectors: Vectors) -> None:
         options = {"minimum": case["min_budget"], "maximum": case["max_budget"]}
         if "raises" in case:
             with pytest.raises(ValueError, match="Expected `total` to be at least"):
-                greedy_allocation(case["confidences"], case["total_budget"], **options)
+                allocation.greedy_allocation(case["confidences"], case["total_budget"], **options)
         else:
-            found = greedy_allocation(case["confidences"], case["total_budget"], **options)
+            found = allocation.greedy_allocation(case["confidences"], case["total_budget"], **options)
             assert found.tolist() == case["allocation"]
     assert any("raises" in case for case in cases)
 
 
 def test_interpolation_keeps_the_total(vectors: Vectors) -> None:
     for case in vectors("interpolated_budget")["cases"]:
-        found = interpolated_allocation(case["uniform"], case["greedy"], case["alpha"])
+        found = allocation.interpolated_allocation(case["uniform"], case["greedy"], case["alpha"])
         assert found.sum() == case["total"]
         mixed = case["alpha"] * np.array(case["uniform"]) + (1.0 - case["alpha"]) * np.array(case["greedy"])
         assert (np.abs(found - mixed) < 1.0).all()
     for case in vectors("round_to_integers_bug")["cases"]:
-        found = round_to_total(case["x"], case["target"])
+        found = allocation.round_to_total(case["x"], case["target"])
         assert found.sum() == case["target"]
         assert (np.abs(found - np.array(case["x"])) < 1.0).all()
 
@@ -203,7 +188,7 @@ def test_what_a_budget_solves_equals_the_vectors(vectors: Vectors) -> None:
 @given(CHANCES, st.integers(0, 30), st.integers(0, 2), st.integers(2, 8))
 def test_the_heap_equals_a_loop(p: list[float], total: int, minimum: int, maximum: int) -> None:
     total += minimum * len(p)
-    found = greedy_allocation(p, total, minimum=minimum, maximum=maximum)
+    found = allocation.greedy_allocation(p, total, minimum=minimum, maximum=maximum)
     assert found.tolist() == _reference_loop_allocation(p, total, minimum, maximum)
     assert found.sum() == min(total, maximum * len(p))
 
@@ -219,19 +204,19 @@ def test_beta_gains_are_ratios_of_beta_functions() -> None:
     order = sorted(gains, key=gains.__getitem__, reverse=True)
     for total in range(13):
         wanted = np.bincount([i for i, _ in order[:total]], minlength=3)
-        assert beta_allocation(right, wrong, total, maximum=100).tolist() == wanted.tolist()
+        assert allocation.beta_allocation(right, wrong, total, maximum=100).tolist() == wanted.tolist()
 
 
 def test_tiny_gains_are_still_ordered() -> None:
     """B(a + 1, b + k) / B(a, b) of a nearly certain question underflows soon; it still continues getting samples."""
-    found = beta_allocation([1e9, 1e9], [1e-3, 1e-3], 80, maximum=50)
+    found = allocation.beta_allocation([1e9, 1e9], [1e-3, 1e-3], 80, maximum=50)
     assert found.tolist() == [40, 40]
 
 
 @settings(deadline=None)
 @given(st.lists(st.lists(st.booleans(), max_size=5), max_size=5), st.integers(0, 20))
 def test_sequential_equals_a_loop(rows: list[list[bool]], total: int) -> None:
-    drawn, solved = sequential_allocation(rows, total)
+    drawn, solved = allocation.sequential_allocation(rows, total)
     assert (drawn.tolist(), solved.tolist()) == _reference_drawn_solved(rows, total)
 
 
@@ -298,9 +283,12 @@ def test_paths_equal_a_loop(scores: list[float], samples: int, maximum: int) -> 
 
 def test_limits() -> None:
     p = np.array([0.0, 0.3, 1.0])
-    assert_allclose(beta_pass_at_k(p, 16, concentration=np.inf), simulated_pass_at_k(p, 16), atol=1e-12)
-    assert_allclose(beta_pass_at_k(p, 16, concentration=1e-9), p, atol=1e-6)
-    assert beta_pass_at_k(p, 0, concentration=2.0).tolist() == [0.0, 0.0, 0.0]
-    assert InflatedBeta(0.0, 2.0).pass_at_k(p, 4).tolist() == beta_pass_at_k(p, 4, concentration=2.0).tolist()
-    assert InflatedBeta(1.0, 2.0).pass_at_k(p, 64).tolist() == p.tolist()
-    assert InflatedBeta(0.5, 2.0).pass_at_k(p, 0).tolist() == [0.0, 0.0, 0.0]
+    assert_allclose(fitted_maps.beta_pass_at_k(p, 16, concentration=np.inf), simulated_pass_at_k(p, 16), atol=1e-12)
+    assert_allclose(fitted_maps.beta_pass_at_k(p, 16, concentration=1e-9), p, atol=1e-6)
+    assert fitted_maps.beta_pass_at_k(p, 0, concentration=2.0).tolist() == [0.0, 0.0, 0.0]
+    assert (
+        fitted_maps.InflatedBeta(0.0, 2.0).pass_at_k(p, 4).tolist()
+        == fitted_maps.beta_pass_at_k(p, 4, concentration=2.0).tolist()
+    )
+    assert fitted_maps.InflatedBeta(1.0, 2.0).pass_at_k(p, 64).tolist() == p.tolist()
+    assert fitted_maps.InflatedBeta(0.5, 2.0).pass_at_k(p, 0).tolist() == [0.0, 0.0, 0.0]

@@ -14,14 +14,7 @@ from hypothesis import strategies as st
 from numpy.testing import assert_allclose
 from scipy import special
 
-from selfcal_lightning.adaptation.equations import (
-    arithmetic_value,
-    canonical_step,
-    equation_validity,
-    find_equations,
-    step_key,
-    step_numbers,
-)
+from selfcal_lightning.adaptation import equations
 from selfcal_lightning.adaptation.picking import select_best
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.data.steps import (
@@ -237,19 +230,19 @@ def test_aggregation_equals_the_vectors(vectors: Vectors) -> None:
     ],
 )
 def test_equal_steps(one: str, other: str, equal: bool) -> None:
-    assert (step_key(one) == step_key(other)) is equal
+    assert (equations.step_key(one) == equations.step_key(other)) is equal
 
 
 def test_numbers_have_one_spelling() -> None:
-    assert step_numbers("1,000 or 1000.00 or .5") == {"1000", "1/2"}
-    assert canonical_step("x y") == ("x", "y")
-    assert canonical_step("9" * 50)[0] == "9" * 50, "no arithmetic with numbers of any length"
+    assert equations.step_numbers("1,000 or 1000.00 or .5") == {"1000", "1/2"}
+    assert equations.canonical_step("x y") == ("x", "y")
+    assert equations.canonical_step("9" * 50)[0] == "9" * 50, "no arithmetic with numbers of any length"
 
 
 @pytest.mark.parametrize("sign", ["²", "₃", "①", "½"])
 def test_only_ascii_digits_are_numbers(sign: str) -> None:
-    assert canonical_step(f"3{sign} {sign} x") == ("3", sign, sign, "x")
-    assert step_numbers(f"3{sign}") == {"3"}
+    assert equations.canonical_step(f"3{sign} {sign} x") == ("3", sign, sign, "x")
+    assert equations.step_numbers(f"3{sign}") == {"3"}
 
 
 def _is_last(reason: str | None, segment: str = "") -> bool:
@@ -342,13 +335,13 @@ def _reference_python_value(expression: str) -> Fraction | None:
 
 
 def _found(text: str) -> list[tuple[str, str, bool]]:
-    return [(equation.left, equation.right, equation.holds) for equation in find_equations(text)]
+    return [(equation.left, equation.right, equation.holds) for equation in equations.find_equations(text)]
 
 
 @settings(deadline=None, max_examples=300)
 @given(EXPRESSIONS)
 def test_values_equal_python(expression: str) -> None:
-    assert arithmetic_value(expression) == _reference_python_value(expression)
+    assert equations.arithmetic_value(expression) == _reference_python_value(expression)
 
 
 @settings(deadline=None)
@@ -356,7 +349,7 @@ def test_values_equal_python(expression: str) -> None:
 def test_equations_between_words_are_all_found(sums: list[tuple[int, int, int]]) -> None:
     text = " ".join(f"So we get {a}+{b}={a + b + error}." for a, b, error in sums)
     assert _found(text) == [(f"{a}+{b}", str(a + b + error), error == 0) for a, b, error in sums]
-    for equation in find_equations(text):
+    for equation in equations.find_equations(text):
         assert text[equation.start : equation.end] == f"{equation.left}={equation.right}"
 
 
@@ -402,25 +395,25 @@ def test_what_is_an_equation(text: str, wanted: list[tuple[str, str, bool]]) -> 
     ],
 )  # fmt: skip
 def test_what_is_none(text: str) -> None:
-    assert find_equations(text) == []
+    assert equations.find_equations(text) == []
 
 
 def test_solutions_of_the_bundled_task_hold_and_changed_digits_do_not() -> None:
     rng, problems = random.Random(0), stream_problems("test_id")
     solutions = [write_solution(problem, rng) for problem in itertools.islice(problems, 50)]
-    assert equation_validity(solutions) == [1.0] * 50
+    assert equations.equation_validity(solutions) == [1.0] * 50
     wrong = []
     for solution in solutions:
-        equation = find_equations(solution)[0]
+        equation = equations.find_equations(solution)[0]
         wrong.append(solution.replace(f"={equation.right}", f"={int(equation.right) + 1}", 1))
-    assert equation_validity(wrong) == [0.0] * 50
+    assert equations.equation_validity(wrong) == [0.0] * 50
 
 
 @pytest.mark.parametrize("part", [" ", "1", "(", "-", "1+", "= ", "1 = ", ") ", "1,"])
 def test_long_runs_end(part: str) -> None:
     """Long runs of spaces, digits, brackets and signs, on which a backtracking pattern would not come back."""
     for text in ("1" + part * 50_000 + "x", part * 50_000 + "=1", "1+0=" + part * 50_000):
-        assert all(equation.right == "1" for equation in find_equations(text))
+        assert all(equation.right == "1" for equation in equations.find_equations(text))
 
 
 def test_positions() -> None:
@@ -432,6 +425,6 @@ def test_positions() -> None:
 
 def test_validity_needs_every_equation_and_the_answer() -> None:
     texts = ["1+1=2. 2+2=4. The answer is 4.", "1+1=2. 2+2=5. The answer is 5.", "The answer is 4.", "3+1=4."]
-    assert equation_validity(texts) == [1.0, 0.0, None, 1.0]
+    assert equations.equation_validity(texts) == [1.0, 0.0, None, 1.0]
     answers = [Fraction(5), Fraction(5), Fraction(4), None]
-    assert equation_validity(texts, answers) == [0.0, 0.0, None, 0.0]
+    assert equations.equation_validity(texts, answers) == [0.0, 0.0, None, 0.0]

@@ -11,16 +11,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from support.module_batches import (
-    MIXED,
-    NO_DROPOUT,
-    Planned,
-    batch_of,
-    largest_difference,
-    module_of,
-    quiet_trainer,
-    trained_state,
-)
+from support import module_batches
 from support.packed_rows import FAMILIES, PROJECTIONS, collated, ignore_positions, shake, small_model, stored_rows
 from support.peft_alora import reference_loss, reference_p_true, reference_peft_model
 from support.processes import run_processes
@@ -36,7 +27,7 @@ from selfcal_lightning.training.batches import SSCBatch
 from selfcal_lightning.training.self_calibration import SelfCalibrationModule
 
 SHALLOW = True
-ACTIVATED = replace(NO_DROPOUT, activated=True)
+ACTIVATED = replace(module_batches.NO_DROPOUT, activated=True)
 WINDOW = 24  # tokens; prompts alone are longer
 
 
@@ -93,7 +84,7 @@ def test_confidence_loss_and_gradients_are_those_of_peft(
     assert generation == 0.0
     largest = max(value.abs().max() for value in gradients(reference).values())
     assert largest > 1e-3
-    assert largest_difference(gradients(module), gradients(reference)) < 1e-5 * max(largest, 1.0)
+    assert module_batches.largest_difference(gradients(module), gradients(reference)) < 1e-5 * max(largest, 1.0)
 
 
 def test_a_sliding_window_is_kept_over_the_cache(chat: ChatFormat, tmp_path: Path, tiny_model: str) -> None:
@@ -190,7 +181,7 @@ def test_plain_settings_calibrate_and_leave_the_generator_alone(
     module = SelfCalibrationModule(tiny_model, lr=1e-2)
     assert module.activated
     assert (module.omega, module.hparams["omega"], module.hparams["generation_loss"]) == (0.0, 0.0, False)
-    trainer = quiet_trainer(limit_val_batches=2, max_epochs=1, log_every_n_steps=1)
+    trainer = module_batches.quiet_trainer(limit_val_batches=2, max_epochs=1, log_every_n_steps=1)
     trainer.fit(module, datamodule=data_module(tiny_model, store))
     assert trainer.callback_metrics["train/loss/Generation"] == 0.0
     assert trainer.callback_metrics["train/loss/Total"] == trainer.callback_metrics["train/loss/Calibration"] > 0.0
@@ -206,10 +197,10 @@ def test_plain_settings_calibrate_and_leave_the_generator_alone(
 
 
 def trained_by(world: int, tiny_model: str, chat: ChatFormat, micro_batch: int) -> dict[str, torch.Tensor]:
-    module = module_of(tiny_model, lora=ACTIVATED, lr=1e-3)
-    trainer = quiet_trainer(devices=world, accumulate_grad_batches=8 // (micro_batch * world))
-    trainer.fit(module, datamodule=Planned(chat, micro_batch))
-    return trained_state(module)
+    module = module_batches.module_of(tiny_model, lora=ACTIVATED, lr=1e-3)
+    trainer = module_batches.quiet_trainer(devices=world, accumulate_grad_batches=8 // (micro_batch * world))
+    trainer.fit(module, datamodule=module_batches.Planned(chat, micro_batch))
+    return module_batches.trained_state(module)
 
 
 def test_micro_batches_and_processes_do_not_change_the_trajectory(
@@ -218,7 +209,7 @@ def test_micro_batches_and_processes_do_not_change_the_trajectory(
     whole, parts = (trained_by(1, tiny_model, chat, micro_batch) for micro_batch in (8, 2))
     assert max(value.abs().max() for name, value in whole.items() if "lora_B" in name) > 1e-3
     for state in (parts, *run_processes(trained_by, tmp_path, 2, tiny_model, chat, 4)):
-        assert largest_difference(state, whole) < 1e-5
+        assert module_batches.largest_difference(state, whole) < 1e-5
 
 
 @pytest.mark.slow
@@ -230,8 +221,10 @@ def test_half_precision_follows_float32(
     store = fill_store(tmp_path / "store")
     states, losses = {}, {}
     for name in ("32-true", precision):
-        module = module_of(bundled_model, lora=replace(ACTIVATED, r=16), lr=1e-2, seed=3)
-        trainer = quiet_trainer(limit_val_batches=1, precision=name, log_every_n_steps=1, num_sanity_val_steps=0)
+        module = module_batches.module_of(bundled_model, lora=replace(ACTIVATED, r=16), lr=1e-2, seed=3)
+        trainer = module_batches.quiet_trainer(
+            limit_val_batches=1, precision=name, log_every_n_steps=1, num_sanity_val_steps=0
+        )
         trainer.fit(module, datamodule=data_module(bundled_model, store, packing=packing, total_tuples=None))
         states[name] = {key: value.detach().float() for key, value in module.named_parameters() if "lora_B" in key}
         losses[name] = trainer.callback_metrics["train/loss/Total"].item()
@@ -244,12 +237,12 @@ def test_half_precision_follows_float32(
 
 def test_quantised_base(tiny_model: str, chat: ChatFormat) -> None:
     pytest.importorskip("bitsandbytes", reason="needs the extra qlora")
-    module = module_of(tiny_model, lora=ACTIVATED, quantization="nf4")
+    module = module_batches.module_of(tiny_model, lora=ACTIVATED, quantization="nf4")
     module.configure_model()
     check_two_passes(module.model, packed=True)
     confidences = [module.confidence(batch).p_true for batch in both_layouts(chat).values()]
     torch.testing.assert_close(*confidences, atol=0.02, rtol=0)  # computed in bfloat16
-    batch = batch_of(MIXED[:8], chat)
+    batch = module_batches.batch_of(module_batches.MIXED[:8], chat)
     optimizer = torch.optim.AdamW([p for p in module.parameters() if p.requires_grad], lr=1e-2)
     losses = []
     for _ in range(8):

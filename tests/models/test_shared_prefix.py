@@ -10,20 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from support import packed_rows
 from support.dispatch_modes import PeakBytes
 from support.module_batches import NO_DROPOUT, largest_difference, quiet_trainer, trained_state
-from support.packed_rows import (
-    EXPERTS,
-    FAMILIES,
-    LATENT,
-    SIZES,
-    collated,
-    ignore_positions,
-    shake,
-    small_model,
-    stored_rows,
-    tree_attention_mask,
-)
 from support.ssc_pools import Pool
 from support.ssc_pools import fit as fit_recorder
 from support.training_runs import data_module
@@ -52,7 +41,7 @@ from selfcal_lightning.training.self_calibration import SelfCalibrationModule
 SHALLOW = True
 TREES = [PrefixTree(0, 5, (3, 7, 1)), PrefixTree(16, 4, (6,)), PrefixTree(26, 2, (4, 4))]
 WIDTH = 40  # four tokens of padding
-SMALL = {"vocab_size": 90, **SIZES}
+SMALL = {"vocab_size": 90, **packed_rows.SIZES}
 
 
 def separate_logits(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
@@ -76,10 +65,10 @@ def packed_logits(model: torch.nn.Module, ids: torch.Tensor, attention: str = SE
     return model(**packed_inputs(TREES, ids[None], attention), use_cache=False).logits[0, :36]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", packed_rows.FAMILIES)
 @torch.no_grad()
 def test_logits_equal_those_of_separate_sequences(family: str, ids: torch.Tensor, tmp_path: Path) -> None:
-    model = small_model(family, tmp_path).eval()
+    model = packed_rows.small_model(family, tmp_path).eval()
     wanted = separate_logits(model, ids)
     assert wanted.std() > 0.1
     torch.testing.assert_close(packed_logits(model, ids), wanted, atol=2e-5, rtol=0)
@@ -88,7 +77,7 @@ def test_logits_equal_those_of_separate_sequences(family: str, ids: torch.Tensor
 @pytest.mark.parametrize("family", ["mistral", "gemma2", "gemma3_text"])
 @torch.no_grad()
 def test_windows_and_caps_are_those_of_eager_attention(family: str, ids: torch.Tensor, tmp_path: Path) -> None:
-    model = small_model(family, tmp_path).eval()
+    model = packed_rows.small_model(family, tmp_path).eval()
     found, unpacked = packed_logits(model, ids), separate_logits(model, ids)
     model.set_attn_implementation("eager")
     wanted = separate_logits(model, ids)
@@ -103,7 +92,7 @@ def test_windows_and_caps_are_those_of_eager_attention(family: str, ids: torch.T
 @torch.no_grad()
 def test_flex_attention_gives_the_same_logits(ids: torch.Tensor, tmp_path: Path) -> None:
     """Forward only: PyTorch has no backward of FlexAttention on CPUs."""
-    model = small_model("qwen2", tmp_path).eval()
+    model = packed_rows.small_model("qwen2", tmp_path).eval()
     wanted = separate_logits(model, ids)
     model.set_attn_implementation(FLEX)
     torch.testing.assert_close(packed_logits(model, ids, FLEX), wanted, atol=5e-5, rtol=0)
@@ -115,7 +104,7 @@ def test_the_block_mask_is_the_rule_without_a_mask_of_the_whole_row() -> None:
 
     trees = [PrefixTree(0, 300, (90, 40)), PrefixTree(430, 10, (150,))]
     mask = tree_block_mask(trees, 640, torch.device("cpu"))
-    whole = tree_attention_mask(trees, 640)
+    whole = packed_rows.tree_attention_mask(trees, 640)
     theirs = create_block_mask(lambda b, h, q, k: whole[q, k], None, None, 640, 640, device="cpu")
     for name in ("kv_num_blocks", "full_kv_num_blocks", "q_num_blocks", "full_q_num_blocks"):
         assert torch.equal(getattr(mask, name), getattr(theirs, name)), name
@@ -165,14 +154,17 @@ def losses_and_gradients(module: SelfCalibrationModule, batch: Any) -> tuple[tor
 def test_losses_and_gradients_equal_those_of_separate_sequences(
     family: str, checkpointing: bool, chat: ChatFormat, tmp_path: Path, tiny_model: str
 ) -> None:
-    small_model(family, tmp_path, vocab_size=len(chat.tokenizer), tokenizer=tiny_model)
+    packed_rows.small_model(family, tmp_path, vocab_size=len(chat.tokenizer), tokenizer=tiny_model)
     module = SelfCalibrationModule(
         str(tmp_path), lora=NO_DROPOUT, omega=0.5, gradient_checkpointing=checkpointing, torch_dtype="float32"
     )
     module.configure_model()
-    shake(module)
-    rows = stored_rows(chat)
-    packed, apart = collated(chat, rows, shared_prefix=True), collated(chat, rows, shared_prefix=False)
+    packed_rows.shake(module)
+    rows = packed_rows.stored_rows(chat)
+    packed, apart = (
+        packed_rows.collated(chat, rows, shared_prefix=True),
+        packed_rows.collated(chat, rows, shared_prefix=False),
+    )
     assert [len(tree.branches) for tree in packed.trees] == [3, 1, 2]
     assert packed.attention_mask.sum() < 0.75 * apart.attention_mask.sum()
     wanted, wanted_gradients = losses_and_gradients(module, apart)
@@ -216,8 +208,11 @@ def test_twenty_steps_give_the_same_adapter(
         ("gemma2", {}, None),
         ("gemma3_text", {}, None),
         # Routing depends on values, which the device ``meta`` does not have.
-        *((family, {**SMALL, **EXPERTS, "num_experts": 4}, None) for family in ("mixtral", "qwen3_moe")),
-        *((family, {**SMALL, **LATENT, **EXPERTS}, None) for family in ("deepseek_v3", "minicpm3")),
+        *((family, {**SMALL, **packed_rows.EXPERTS, "num_experts": 4}, None) for family in ("mixtral", "qwen3_moe")),
+        *(
+            (family, {**SMALL, **packed_rows.LATENT, **packed_rows.EXPERTS}, None)
+            for family in ("deepseek_v3", "minicpm3")
+        ),
         ("gpt_oss", {}, "s_aux"),
         ("mamba", {}, "attention"),
         ("nemotron", SMALL, "fails on a packed row (Expected NemotronAttention to hand"),
@@ -246,7 +241,7 @@ def test_attention_that_does_not_know_trees_is_refused(attention: str, chat: Cha
     module = SelfCalibrationModule(tiny_model, lora=NO_DROPOUT, attn_implementation=attention)
     module.configure_model()
     with pytest.raises(ValueError, match=f'"segments" or "flex_attention" for packed rows, but got {attention!r}'):
-        module.confidence(collated(chat, stored_rows(chat), shared_prefix=True))
+        module.confidence(packed_rows.collated(chat, packed_rows.stored_rows(chat), shared_prefix=True))
 
 
 def test_fit_stops_before_a_step_of_such_a_model(
@@ -255,7 +250,7 @@ def test_fit_stops_before_a_step_of_such_a_model(
     store = fill_store(tmp_path / "store")
     module = SelfCalibrationModule(tiny_model, lora=NO_DROPOUT)
     module.configure_model()
-    ignore_positions(module.model.get_base_model(), monkeypatch)
+    packed_rows.ignore_positions(module.model.get_base_model(), monkeypatch)
     trainer = quiet_trainer(limit_val_batches=0)
     with pytest.raises(ValueError, match="standard deviations in the mean"):
         trainer.fit(module, datamodule=data_module(tiny_model, store))
@@ -317,14 +312,14 @@ def default_llama() -> torch.nn.Module:
 def test_ignored_positions_are_found_out_at_the_usual_initialisation(monkeypatch: pytest.MonkeyPatch) -> None:
     model = default_llama()
     check_packed_equals_separate(model)
-    ignore_positions(model, monkeypatch)
+    packed_rows.ignore_positions(model, monkeypatch)
     with pytest.raises(ValueError, match=r"standard deviations in the mean\. Set `packing: off`"):
         check_packed_equals_separate(model)
     assert model.training
 
 
 def test_whatever_a_packed_row_raises_says_the_way_out(tmp_path: Path) -> None:
-    model = small_model("llama", tmp_path)
+    model = packed_rows.small_model("llama", tmp_path)
 
     def fail(*_: object, **__: object) -> None:
         raise RuntimeError("sizes of tensors must match")
@@ -340,7 +335,7 @@ def test_whatever_a_packed_row_raises_says_the_way_out(tmp_path: Path) -> None:
 
 def model_folder(family: str, folder: Path, pool: Pool) -> str:
     """Write a model of random weights with the pool's tokenizer."""
-    small_model(family, folder, vocab_size=len(pool.chat.tokenizer), tokenizer=pool.model)
+    packed_rows.small_model(family, folder, vocab_size=len(pool.chat.tokenizer), tokenizer=pool.model)
     return str(folder)
 
 

@@ -17,19 +17,10 @@ from pathlib import Path
 import numpy as np
 from support.fakes import FakeChat, FakeEngine
 
+from selfcal_lightning import records
 from selfcal_lightning.inference.base import Strategy
 from selfcal_lightning.inference.driver import run_strategy
 from selfcal_lightning.inference.sources import EngineSource
-from selfcal_lightning.records import (
-    Message,
-    Question,
-    QuestionSamples,
-    Request,
-    Response,
-    Sample,
-    SamplingSettings,
-    Verdict,
-)
 
 REFERENCE = "1"
 UNREADABLE = 0.03
@@ -58,12 +49,12 @@ def _respond(seed: int, number: int, index: int) -> Simulated:
 
 
 @cache
-def _samples(seed: int, number: int, width: int) -> tuple[Sample, ...]:
+def _samples(seed: int, number: int, width: int) -> tuple[records.Sample, ...]:
     samples = []
     for index in range(width):
         one = _respond(seed, number, index)
         right, yes, no = one.answer == REFERENCE, one.p_true, 1.0 - one.p_true
-        samples.append(Sample(f"p{number}", index, 0, one.text, (1,), "stop", one.answer, right, None, yes, no))
+        samples.append(records.Sample(f"p{number}", index, 0, one.text, (1,), "stop", one.answer, right, None, yes, no))
     return tuple(samples)
 
 
@@ -75,10 +66,12 @@ class Population:
     seed: int = 0
 
     @cached_property
-    def questions(self) -> list[Question]:
+    def questions(self) -> list[records.Question]:
         numbers = range(self.size)
         return [
-            Question(f"p{number}", "local_number", (Message("user", f"Question {number}?"),), REFERENCE, f"{number}?")
+            records.Question(
+                f"p{number}", "local_number", (records.Message("user", f"Question {number}?"),), REFERENCE, f"{number}?"
+            )
             for number in numbers
         ]
 
@@ -86,21 +79,21 @@ class Population:
         """Return response ``index`` to question ``number``."""
         return _respond(self.seed, number, index)
 
-    def entry(self, number: int, width: int, *, name: str | None = None) -> QuestionSamples:
+    def entry(self, number: int, width: int, *, name: str | None = None) -> records.QuestionSamples:
         """Return a question with its first ``width`` responses, under another id and wording where one is given."""
         question = self.questions[number]
         if name is not None:
-            question = Question(name, question.task, (Message("user", name),), REFERENCE, name)
-        return QuestionSamples(question, _samples(self.seed, number, width), "cal")
+            question = records.Question(name, question.task, (records.Message("user", name),), REFERENCE, name)
+        return records.QuestionSamples(question, _samples(self.seed, number, width), "cal")
 
-    def draw(self, size: int, widths: Sequence[int], draw: np.random.Generator) -> list[QuestionSamples]:
+    def draw(self, size: int, widths: Sequence[int], draw: np.random.Generator) -> list[records.QuestionSamples]:
         """Return ``size`` questions, drawn independently and with replacement, with ``widths`` responses in turn."""
         numbers = draw.integers(self.size, size=size).tolist()
         return [self.entry(one, widths[place % len(widths)], name=f"c{place}") for place, one in enumerate(numbers)]
 
-    def live(self, strategy: Strategy, *, scorers: Sequence[object] = ()) -> list[Verdict]:
+    def live(self, strategy: Strategy, *, scorers: Sequence[object] = ()) -> list[records.Verdict]:
         """Return what ``strategy`` does on every question, by the driver over an engine."""
-        sampling = SamplingSettings(max_new_tokens=60)
+        sampling = records.SamplingSettings(max_new_tokens=60)
         source = EngineSource(ScriptedEngine(self), FakeChat(), sampling=sampling, scorers=scorers, seed=5)
         return run_strategy(strategy, self.questions, source)
 
@@ -112,15 +105,15 @@ class ScriptedEngine(FakeEngine):
         super().__init__(slots=64)
         self._population = population
 
-    def _respond(self, request: Request) -> Response:
+    def _respond(self, request: records.Request) -> records.Response:
         _, index, name = request.id.split("/")
         one = self._population.response(int(name[1:]), int(index))
         asked = request.query is not None
         masses = (one.p_true, 1.0 - one.p_true) if asked else (None, None)
-        return Response(request.id, one.text, tuple(one.text.encode()), "stop", -1.0, *masses)
+        return records.Response(request.id, one.text, tuple(one.text.encode()), "stop", -1.0, *masses)
 
 
-def write_pool(pool: Sequence[QuestionSamples], path: Path) -> None:
+def write_pool(pool: Sequence[records.QuestionSamples], path: Path) -> None:
     """Write questions as the lines of a pool."""
     with path.open("w") as file:
         for entry in pool:

@@ -6,16 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule
-from lightning.pytorch.strategies import (
-    DDPStrategy,
-    DeepSpeedStrategy,
-    FSDPStrategy,
-    ModelParallelStrategy,
-    SingleDeviceStrategy,
-    Strategy,
-    XLAStrategy,
-)
+from lightning.pytorch import LightningModule, strategies
 from support.house import ROOT
 from support.module_batches import module_of, quiet_trainer
 from support.other_models import change_json, plain_copy
@@ -67,7 +58,7 @@ def test_float16_weights_need_a_gradient_scaler(tiny_model: str, tmp_path: Path,
     module = module_of(str(tmp_path / "half"), **{"torch_dtype": "auto"} | settings)
     trainer = trainer_of("one process", "bf16-mixed")
     module.check_support(trainer)  # float32 on a CPU
-    trainer.strategy = SingleDeviceStrategy("cuda:0")
+    trainer.strategy = strategies.SingleDeviceStrategy("cuda:0")
     if settings == {"torch_dtype": "auto"}:
         with pytest.raises(InputError, match=r"`torch_dtype` 'auto' would load .*/half' in float16.*'bf16-mixed'"):
             module.check_support(trainer)
@@ -82,24 +73,24 @@ def test_the_guide_imports_what_it_names() -> None:
     assert all(isinstance(getattr(training, name), type) for name in [*named, "ScoredRows"])
 
 
-Untried = type("Untried", (Strategy,), dict.fromkeys(Strategy.__abstractmethods__))
+Untried = type("Untried", (strategies.Strategy,), dict.fromkeys(strategies.Strategy.__abstractmethods__))
 
 
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        (FSDPStrategy, "FSDPStrategy, which is FSDP1"),
-        (ModelParallelStrategy, "ModelParallelStrategy, which cannot resume"),
-        (DeepSpeedStrategy, "DeepSpeedStrategy, which is DeepSpeed"),
-        (XLAStrategy, "XLAStrategy, which was never tried"),
+        (strategies.FSDPStrategy, "FSDPStrategy, which is FSDP1"),
+        (strategies.ModelParallelStrategy, "ModelParallelStrategy, which cannot resume"),
+        (strategies.DeepSpeedStrategy, "DeepSpeedStrategy, which is DeepSpeed"),
+        (strategies.XLAStrategy, "XLAStrategy, which was never tried"),
         (Untried, "Untried, which was never tried"),
     ],
 )
-def test_other_strategies_are_refused(kind: type[Strategy], message: str) -> None:
+def test_other_strategies_are_refused(kind: type[strategies.Strategy], message: str) -> None:
     # DeepSpeed need not be installed to be refused.
     with pytest.raises(ValueError, match=f"but got {message}.*AdapterModelParallelStrategy"):
         way_of(kind.__new__(kind))
-    assert way_of(DDPStrategy()) == "DDP"
+    assert way_of(strategies.DDPStrategy()) == "DDP"
 
 
 @pytest.mark.parametrize(
@@ -129,7 +120,7 @@ def test_layers_are_looked_up_without_memory(tiny_model: str, tmp_path: Path) ->
 
 
 def test_a_run_is_refused_before_anything_is_sampled(tiny_model: str, tmp_path: Path) -> None:
-    trainer = quiet_trainer(strategy=DDPStrategy(), precision="64-true", callbacks=[generation()])
+    trainer = quiet_trainer(strategy=strategies.DDPStrategy(), precision="64-true", callbacks=[generation()])
     with pytest.raises(ValueError, match="but got '64-true'"):
         trainer.fit(module_of(tiny_model), datamodule=data_module(tiny_model, tmp_path / "store"))
     assert not (tmp_path / "store").exists()

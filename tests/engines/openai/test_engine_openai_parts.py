@@ -9,16 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.openai_engines import KEY, KEY_NAME
 
+from selfcal_lightning.engines.openai import wire
 from selfcal_lightning.engines.openai.engine import OpenAIEngine
 from selfcal_lightning.engines.openai.transport import BackgroundJobs, check_base_url, presentable, read_key
-from selfcal_lightning.engines.openai.wire import (
-    SampleReader,
-    ServerError,
-    backoff_seconds,
-    choose_model,
-    read_probabilities,
-    retry_after_seconds,
-)
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.sampled_from(["token_id:5", "stop", -1.0, 10**400]),
@@ -41,12 +34,12 @@ JSON = st.recursive(
 def test_whatever_a_server_says_fails_one_request_at_most(reply: object) -> None:
     told = {"choices": [reply, {"logprobs": reply}, reply][:1]}
     for said in (reply, told, {"choices": [{"logprobs": reply, "finish_reason": None}]}, {"data": reply}):
-        with contextlib.suppress(ServerError):
-            SampleReader([7], max_tokens=8, vocabulary=100).take(said)
-        with contextlib.suppress(ServerError):
-            read_probabilities(said, [5])
-        with contextlib.suppress(ServerError, ValueError):
-            choose_model(said, wanted=None, default="m")
+        with contextlib.suppress(wire.ServerError):
+            wire.SampleReader([7], max_tokens=8, vocabulary=100).take(said)
+        with contextlib.suppress(wire.ServerError):
+            wire.read_probabilities(said, [5])
+        with contextlib.suppress(wire.ServerError, ValueError):
+            wire.choose_model(said, wanted=None, default="m")
 
 
 @pytest.mark.parametrize(
@@ -79,12 +72,12 @@ def test_addresses(url: str, accepted: bool) -> None:
 
 @pytest.mark.parametrize("told", [True, -5, 0, "512", 1e9])
 def test_a_limit_that_is_none_is_not_believed(told: object) -> None:
-    assert choose_model({"data": [{"id": "m", "max_model_len": told}]}, wanted=None, default="m") == ("m", None)
+    assert wire.choose_model({"data": [{"id": "m", "max_model_len": told}]}, wanted=None, default="m") == ("m", None)
 
 
 def test_an_adapter_has_the_limit_of_its_model() -> None:
     said = {"data": [{"id": "m", "max_model_len": 512}, {"id": "a", "max_model_len": None, "parent": "m"}]}
-    assert choose_model(said, wanted="a", default="m") == ("a", 512)
+    assert wire.choose_model(said, wanted="a", default="m") == ("a", 512)
 
 
 def test_plain_http_to_another_machine_is_the_users_choice() -> None:
@@ -130,13 +123,13 @@ def test_retry_after_is_read_as_seconds_or_as_a_date() -> None:
     past = format_datetime(now - timedelta(days=1), usegmt=True)
     wanted = {"2": 2.0, "0.5": 0.5, "-3": 0.0, date: 90.0, past: 0.0}
     wanted |= dict.fromkeys([None, "soon", "Mon, 01 Jan 99999999999999999999 00:00:00 GMT", "nan", "inf", ""])
-    assert {value: retry_after_seconds(value, now=now) for value in wanted} == wanted
+    assert {value: wire.retry_after_seconds(value, now=now) for value in wanted} == wanted
 
 
 def test_backoff_doubles_up_to_its_limit_between_half_and_all() -> None:
-    least = [backoff_seconds(n, first=0.5, longest=3.0, chance=0.0) for n in range(5)]
+    least = [wire.backoff_seconds(n, first=0.5, longest=3.0, chance=0.0) for n in range(5)]
     assert least == [0.25, 0.5, 1.0, 1.5, 1.5]
-    assert backoff_seconds(5000, first=0.5, longest=3.0, chance=0.999) < 3.0
+    assert wire.backoff_seconds(5000, first=0.5, longest=3.0, chance=0.999) < 3.0
 
 
 def test_jobs_that_break_in_an_unforeseen_way_are_not_lost() -> None:

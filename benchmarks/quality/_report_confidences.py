@@ -82,8 +82,8 @@ def configuration_of(plan: Plan, seed: int, name: str) -> dict[str, Any]:
     return config
 
 
-def sample(plan: Plan, seed: int, name: str, *, model: str, splits: tuple[str, ...] = tuple(SPLITS)) -> None:
-    for split in splits:
+def sample(plan: Plan, seed: int, name: str, *, model: str) -> None:
+    for split in SPLITS:
         place = ("--model", model, "--store_dir", str(plan.responses(seed, name)))
         _generate(plan, seed, name, *place, split=split, limit=plan.parts[split])
 

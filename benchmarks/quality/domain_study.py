@@ -25,13 +25,6 @@ FACTS = [
 ]
 
 
-def plain_arithmetic(number: int = 40) -> list[dict[str, str]]:
-    draw = random.Random(0)
-    return [
-        {"question": f"What is {draw.randint(2, 60)}{draw.choice('+-*')}{draw.randint(2, 60)}?"} for _ in range(number)
-    ]
-
-
 def as_markdown(report: Mapping[str, Any]) -> str:
     rows = [
         [row["questions"], str(row["number"]), f"{row['warned']:.1%}",
@@ -44,12 +37,14 @@ def as_markdown(report: Mapping[str, Any]) -> str:
 
 
 def main() -> None:
+    draw = random.Random(0)
+    sums = [{"question": f"What is {draw.randint(2, 60)}{draw.choice('+-*')}{draw.randint(2, 60)}?"} for _ in range(40)]
     engine, task = sc.TransformersEngine("bundled"), sc.get_task("word_problems")
     domain = Domain.fit(prompt_states(engine, task.load("train", limit=512)))
     tests = {
         "held-out questions, same templates": task.load("test_id", limit=300),
         "other templates": task.load("test_ood", limit=300),
-        "plain arithmetic": read_questions(plain_arithmetic(), task="word_problems"),
+        "plain arithmetic": read_questions(sums, task="word_problems"),
         "capitals": read_questions(FACTS, task="word_problems"),
     }
     distances = {name: domain.distance(prompt_states(engine, questions)) for name, questions in tests.items()}

@@ -68,7 +68,6 @@ def reference_passes(
 EDT = "EDT 0.8/0.8/1.0"
 REFERENCE = "reference's loop"
 BUNDLED = ROOT / "selfcal_lightning" / "assets" / "tiny_solver"
-TRIAL = ROOT.parent / "shared" / "data" / "trial_model"
 
 
 def measure(engine: Engine, requests: list[Request]) -> tuple[float, int]:
@@ -144,8 +143,7 @@ def as_markdown(rows: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    default = BUNDLED if (BUNDLED / "model.safetensors").exists() else TRIAL
-    parser.add_argument("--model", default=str(default))
+    parser.add_argument("--model", default=str(BUNDLED))
     parser.add_argument("--engines", nargs="+", default=["vllm", "transformers"], choices=["vllm", "transformers"])
     parser.add_argument("--reference-responses", type=int, default=16, help="of the reference's loop; 0 leaves it out")
     parser.add_argument("--questions", type=int, default=32)

@@ -16,14 +16,14 @@ from selfcal_lightning.rewards.metrics import QuantileMetrics, StepMetrics
 Module = Callable[[str], ModuleType]
 
 
-def places(script: Module, *, shift: float = 0.0, num_questions: int = 20) -> Any:
+def places(script: Module, *, shift: float = 0.0) -> Any:
     """Return places whose mean is their rate, but for a shift."""
     rng = np.random.default_rng(0)
-    question, position = np.repeat(np.arange(num_questions), 5), np.tile(np.arange(5), num_questions)
+    question, position = np.repeat(np.arange(20), 5), np.tile(np.arange(5), 20)
     rate = rng.integers(0, 9, len(question)) / 8
     mean = np.clip(rate + shift, 0.0, 1.0)
     score = np.stack([mean, np.maximum(mean - 0.2, 0.0), np.minimum(mean + 0.2, 1.0)], axis=1)
-    return script("_reward_measures").Places(question, position, score, rate, num_questions, (3, 10), (10, 40, 60))
+    return script("_reward_measures").Places(question, position, score, rate, 20, (3, 10), (10, 40, 60))
 
 
 def test_places_are_measured_as_validation_measures_them(script: Module) -> None:

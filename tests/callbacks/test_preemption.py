@@ -44,8 +44,8 @@ def _own_signals() -> Iterator[None]:
 class Asked(Callback):
     """Raises a signal before an optimiser step of these, and remembers which batches were trained on."""
 
-    def __init__(self, *steps: int, number: int = signal.SIGTERM) -> None:
-        self.steps, self.number = set(steps), number
+    def __init__(self, *steps: int) -> None:
+        self.steps = set(steps)
         self.seen: list[tuple[int, int, int]] = []
         self.epochs: list[int] = []
 
@@ -55,7 +55,7 @@ class Asked(Callback):
     def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
         if trainer.global_step + 1 in self.steps:
             self.steps.remove(trainer.global_step + 1)
-            signal.raise_signal(self.number)
+            signal.raise_signal(signal.SIGTERM)
         self.seen.append((trainer.global_step, trainer.current_epoch, batch_idx))
 
 

@@ -32,10 +32,10 @@ from selfcal_lightning.records import QuestionSamples, SamplingSettings
 CONSISTENCY = "response_consistency"
 
 
-def carrying(name: str, *, prefix: str, num_questions: int = 12) -> RecordedPool:
+def carrying(name: str, *, prefix: str) -> RecordedPool:
     """Return a pool whose responses carry P(True) and, under ``name``, a number that tells right from wrong."""
     entries = []
-    for number in range(num_questions):
+    for number in range(12):
         right = [bool((number + index) % 3) for index in range(4)]
         entry = make_entry(["a" if hit else "b" for hit in right], [0.25 + 0.125 * i for i in range(4)])
         samples = tuple(

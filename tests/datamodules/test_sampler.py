@@ -21,8 +21,8 @@ from selfcal_lightning.datamodules.ssc.sampler import (
 )
 
 
-def make_target(num_rows: int = 2000, seed: int = 0) -> np.ndarray:
-    return np.random.default_rng(seed).beta(0.6, 0.5, num_rows).round(3)
+def make_target(num_rows: int = 2000) -> np.ndarray:
+    return np.random.default_rng(0).beta(0.6, 0.5, num_rows).round(3)
 
 
 def confident(target: np.ndarray) -> np.ndarray:
@@ -217,13 +217,13 @@ def test_validation_deals_whole_questions_and_never_leaves_a_process_without_a_b
     assert ranks[1][0].calibration_total == 4.0
 
 
-def make_draw(num_questions: int = 40, num_rows: int = 600, seed: int = 0) -> tuple[EpochDraw, np.ndarray]:
+def make_draw() -> tuple[EpochDraw, np.ndarray]:
     """An epoch over a table of eight rows a question; some rows are drawn twice."""
-    rng = np.random.default_rng(seed)
-    question = np.repeat(np.arange(num_questions), 8)
-    rows = np.concatenate([np.arange(len(question)), rng.integers(0, len(question), num_rows - len(question))])
-    calibrates = (rng.random(num_rows) < 0.3).astype(float)
-    order = rng.permutation(num_rows)
+    rng = np.random.default_rng(0)
+    question = np.repeat(np.arange(40), 8)
+    rows = np.concatenate([np.arange(len(question)), rng.integers(0, len(question), 280)])
+    calibrates = (rng.random(600) < 0.3).astype(float)
+    order = rng.permutation(600)
     return EpochDraw(rows[order], calibrates[order], 1.0 - calibrates[order], {}), question
 
 

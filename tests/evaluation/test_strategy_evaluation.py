@@ -45,9 +45,9 @@ def recorded(entries: list) -> RecordedPool:
     return RecordedPool(tuple(entries))
 
 
-def pool_of(seed: int, *, num_questions: int = 12, fewest: int = 5, prefix: str = "q") -> RecordedPool:
+def pool_of(seed: int, *, num_questions: int = 12, prefix: str = "q") -> RecordedPool:
     """A random pool without its shortest questions; every sample of a readable answer has a P(True)."""
-    entries = [e for e in random_pool(seed, num_questions=6 * num_questions) if len(e.samples) >= fewest]
+    entries = [e for e in random_pool(seed, num_questions=6 * num_questions) if len(e.samples) >= 5]
     assert len(entries) >= num_questions
     named = [replace(e, question=replace(e.question, id=f"{prefix}{i}")) for i, e in enumerate(entries[:num_questions])]
     unsure = {"yes_mass": 0.5, "no_mass": 0.5}

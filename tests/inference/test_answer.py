@@ -35,18 +35,16 @@ QUESTION = "There are 12 apples. 4 apples are eaten. How many are left?"
 class Oracle(FakeEngine):
     """Says 3, 5, 3, 5, ... in index order with 40 tokens each, and is the surer the later."""
 
-    def __init__(self, *, sure: Callable[[int], float] = lambda index: 0.2 * (index + 1)) -> None:
+    def __init__(self) -> None:
         super().__init__(slots=8)
-        self.sure, self.closed = sure, False
+        self.closed = False
 
     def _respond(self, request: Request) -> Response:
         index = int(request.id.split("/")[1])
         text = f"So it must be. The answer is {5 if index % 2 else 3}."
-        yes = self.sure(index)
-        asked = request.query is not None
-        return Response(
-            request.id, text, tuple(range(40)), "stop", -1.0, yes if asked else None, 1.0 - yes if asked else None
-        )
+        yes = 0.2 * (index + 1)
+        masses = (None, None) if request.query is None else (yes, 1.0 - yes)
+        return Response(request.id, text, tuple(range(40)), "stop", -1.0, *masses)
 
     def close(self) -> None:
         self.closed = True

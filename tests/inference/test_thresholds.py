@@ -30,9 +30,9 @@ ONE = EarlyStopping(threshold=0.0, max_samples=1)
 FAILED = Sample("q", 0, 0, "", (), None, None, None)  # what a refused request leaves in a store
 
 
-def calibrated_pool(num_questions: int, *, prefix: str = "c", seed: int = 0, length: int = 6) -> list[QuestionSamples]:
+def calibrated_pool(num_questions: int, *, prefix: str = "c", length: int = 6) -> list[QuestionSamples]:
     """Responses that are right with the probability that they state."""
-    draw = random.Random(f"{prefix}/{seed}")
+    draw = random.Random(f"{prefix}/0")
     pool = []
     for number in range(num_questions):
         confidences: list[float | None] = [round(draw.random(), 3) for _ in range(length)]

@@ -211,11 +211,11 @@ def test_drawn_verdicts_have_the_capabilities_as_their_mean() -> None:
     assert drawn_verdicts(truth).tolist() == drawn_verdicts(truth).tolist()
 
 
-def _questions(size: int = 400) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _questions() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     generator = np.random.default_rng(0)
-    truth = generator.beta(0.6, 0.7, size)
-    samples = generator.integers(2, 12, size)
-    predicted = np.clip(truth + generator.normal(0.0, 0.2, size), 0.0, 1.0)
+    truth = generator.beta(0.6, 0.7, 400)
+    samples = generator.integers(2, 12, 400)
+    predicted = np.clip(truth + generator.normal(0.0, 0.2, 400), 0.0, 1.0)
     return torch.tensor(predicted), torch.tensor(generator.binomial(samples, truth)), torch.tensor(samples)
 
 

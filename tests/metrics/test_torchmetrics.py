@@ -327,13 +327,13 @@ def test_undefined_values_are_nan_and_their_keys_stay() -> None:
     assert lost.compute()["accuracy/PassAt1"] == 1.0
 
 
-def _prefixes(size: int = 600) -> dict[str, Tensor]:
+def _prefixes() -> dict[str, Tensor]:
     generator = np.random.default_rng(0)
-    position = generator.integers(0, len(POSITIONS) - 1, size)
+    position = generator.integers(0, len(POSITIONS) - 1, 600)
     rollouts = np.where(position == 3, 1, 8)
-    truth = generator.beta(0.4, 0.4, size)
+    truth = generator.beta(0.4, 0.4, 600)
     rate = generator.binomial(rollouts, truth) / rollouts
-    score = np.clip(truth + generator.normal(0.05, 0.2, size), 0.0, 1.0)
+    score = np.clip(truth + generator.normal(0.05, 0.2, 600), 0.0, 1.0)
     columns = {
         "score": score, "rate": rate, "num_rollouts": rollouts, "position": position,
         "low": np.clip(score - 0.3, 0.0, 1.0), "high": np.clip(score + 0.3, 0.0, 1.0),

@@ -41,7 +41,7 @@ def made_up(question: Question, split: str, *, judged: bool = True, samples: int
     return QuestionSamples(question, rows, split)
 
 
-def give_states(store: Path, *, width: int = 4) -> None:
+def give_states(store: Path) -> None:
     """Put made-up hidden states beside the questions of a store; a probe that reads them loads no model.
 
     Their first number tells how likely a response is right.
@@ -51,7 +51,7 @@ def give_states(store: Path, *, width: int = 4) -> None:
         folder = open_features(model, levels, store=store, given=None)
         keys = [(one.id, tokens_digest(model.chat.prompt_ids(one.messages))) for one in pool.questions]
     rng = np.random.default_rng(0)
-    vectors = rng.normal(size=(2, len(keys), 1, width)).astype(np.float32)
+    vectors = rng.normal(size=(2, len(keys), 1, 4)).astype(np.float32)
     vectors[..., 0] += np.array([20.0 * chance(question) for question in pool.questions], dtype=np.float32)[:, None]
     folder.write(keys, dict(zip(("last_token", "token_mean"), vectors, strict=True)))
 

@@ -53,11 +53,8 @@ class FakeEngine:
         drained: How often the queue fell below ``slots`` right before a submit (a slot stood idle).
     """
 
-    def __init__(
-        self, *, slots: int = 4, seconds_per_poll: float = 0.0, max_context: int = 4096, weights: str = "0" * 64
-    ) -> None:
-        self.slots, self.seconds_per_poll = slots, seconds_per_poll
-        self.max_context, self.weights = max_context, weights
+    def __init__(self, *, slots: int = 4, seconds_per_poll: float = 0.0, max_context: int = 4096) -> None:
+        self.slots, self.seconds_per_poll, self.max_context = slots, seconds_per_poll, max_context
         self.requests: list[Request] = []
         self.largest_queue = self.drained = 0
         self._waiting: dict[str, Request] = {}
@@ -113,7 +110,7 @@ class FakeEngine:
 
     def describe(self) -> dict[str, Any]:
         facts = {"engine": "fake", "dtype": "float32", "model": "fake", "revision": None}
-        return {**facts, "weights_sha256": self.weights, "adapter_sha256": None}
+        return {**facts, "weights_sha256": "0" * 64, "adapter_sha256": None}
 
     def close(self) -> None:
         self._closed = True
@@ -175,13 +172,13 @@ class FakeTask:
 
     answer_type: AnswerType = "number"
 
-    def __init__(self, name: str = "fake", size: int = 20) -> None:
-        self.name, self.size, self.verified = name, size, 0
+    def __init__(self, name: str = "fake") -> None:
+        self.name, self.verified = name, 0
 
     def load(
         self, split: str, *, path: str | None = None, chain_of_thought: bool = True, limit: int | None = None
     ) -> list[Question]:
-        return fake_questions(self.size if limit is None else limit, task=self.name, prefix=split)
+        return fake_questions(20 if limit is None else limit, task=self.name, prefix=split)
 
     def extract(self, text: str, *, finished: bool = True) -> str | None:
         found = re.search(r"The answer is (\d+)\.", text)

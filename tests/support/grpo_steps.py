@@ -61,10 +61,10 @@ def main(folder: str, steps: int) -> None:
     sys.stdout.write(json.dumps({"curves": curves, "calls": calls, "moved": moved}))
 
 
-def teach_the_form(model: torch.nn.Module, tokenizer: object, rng: random.Random, steps: int = 300) -> None:
+def teach_the_form(model: torch.nn.Module, tokenizer: object, rng: random.Random) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     problems = stream_problems("train", seed=1)
-    for _ in range(steps):
+    for _ in range(300):
         rows = []
         for _ in range(16):
             problem = next(problems)

@@ -48,8 +48,8 @@ class CannedModel:
 class RealModel:
     """The transformers engine, in a thread that works on all requests together; what was asked before is remembered."""
 
-    def __init__(self, path: str, *, max_batch: int = 64, adapter: str | None = None) -> None:
-        self._engine = TransformersEngine(path, dtype="float32", device="cpu", max_batch=max_batch, adapter=adapter)
+    def __init__(self, path: str, *, adapter: str | None = None) -> None:
+        self._engine = TransformersEngine(path, dtype="float32", device="cpu", max_batch=64, adapter=adapter)
         self._network = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
         self._ends = self._engine.chat.end_of_turn_ids
         self._end_id = min(self._ends)

@@ -127,7 +127,7 @@ def _run_script(words: list[str], output: Path, environment: Mapping[str, str]) 
         atexit._run_exitfuncs()  # as an ordinary process does at its end, and multiprocessing's do not
 
 
-def run_processes(work: Callable[..., Any], folder: Path, *arguments: Any, count: int = 2, limit: float = 300) -> list:
+def run_processes(work: Callable[..., Any], folder: Path, *arguments: Any, count: int = 2) -> list:
     """Return what ``work(*arguments)`` returns in each of ``count`` processes, by rank; fail when one of them does.
 
     Lightning finds the environment of a launcher there, so strategies start no processes of their own.
@@ -141,7 +141,7 @@ def run_processes(work: Callable[..., Any], folder: Path, *arguments: Any, count
     ]
     for process in processes:
         process.start()
-    end = time.monotonic() + limit
+    end = time.monotonic() + 300
     # A process that failed leaves the others waiting in a collective: they are stopped.
     while any(process.is_alive() for process in processes) and time.monotonic() < end:
         if any(process.exitcode for process in processes):

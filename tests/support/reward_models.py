@@ -17,11 +17,11 @@ from selfcal_lightning.rewards.formats import RewardFormat
 HIDDEN = 128
 
 
-def head_of(format: RewardFormat, seed: int = 0) -> dict[str, Tensor]:
+def head_of(format: RewardFormat) -> dict[str, Tensor]:
     """Return a random head with the tensors of a format; nothing for the output layer, which the trunk ties."""
     if format.is_output_layer:
         return {}
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     tensors = {}
     for number, layer in enumerate(format.layers):
         rows = format.num_outputs if number == len(format.layers) - 1 else HIDDEN

@@ -16,7 +16,7 @@ from selfcal_lightning.records import Message, Question, QuestionSamples, Sample
 NUM_QUESTIONS, NUM_SAMPLES = 12, 4
 
 
-def sums_entry(number: int, *, right: int = 3, num_samples: int = NUM_SAMPLES, split: str = "train") -> QuestionSamples:
+def sums_entry(number: int, *, right: int = 3, num_samples: int = NUM_SAMPLES) -> QuestionSamples:
     """Return a question with ``right`` right responses, then wrong ones, the last of which cannot be read.
 
     Right responses are likelier than wrong ones, the later the more.
@@ -33,7 +33,7 @@ def sums_entry(number: int, *, right: int = 3, num_samples: int = NUM_SAMPLES, s
         samples.append(Sample(name, index, 0, text, tuple(text.encode()), "stop", answer, is_right, logprob, *masses))
     chat = (Message("system", "Add."), Message("user", f"What is {number}+7?"))
     question = Question(name, "local_number", chat, gold, f"What is {number}+7?")
-    return QuestionSamples(question, tuple(samples), split, (1, 2, 3))
+    return QuestionSamples(question, tuple(samples), "train", (1, 2, 3))
 
 
 def sums_store(path: Path, *, num_questions: int = NUM_QUESTIONS) -> SampleStore:

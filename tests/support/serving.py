@@ -66,18 +66,16 @@ class Server:
     def get(self, path: str, **headers: str) -> Reply:
         return self.send("GET", path, None, headers)
 
-    def post(self, path: str, body: Any, *, timeout: float = 120.0, **headers: str) -> Reply:
+    def post(self, path: str, body: Any, **headers: str) -> Reply:
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
-        return self.send("POST", path, content, headers, timeout=timeout)
+        return self.send("POST", path, content, headers)
 
     def chat(self, question: str, *, model: str = "bundled", **fields: Any) -> Reply:
         body = {"model": model, "messages": [{"role": "user", "content": question}], **fields}
         return self.post("/v1/chat/completions", body)
 
-    def send(
-        self, method: str, path: str, content: bytes | None, headers: dict[str, str], *, timeout: float = 120.0
-    ) -> Reply:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout)
+    def send(self, method: str, path: str, content: bytes | None, headers: dict[str, str]) -> Reply:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120.0)
         try:
             key = {} if self.key is None else {"Authorization": f"Bearer {self.key}"}
             connection.request(method, path, content, key | headers)

@@ -37,12 +37,12 @@ def with_samples(pool: Iterable[QuestionSamples], change: Callable[[Sample], Sam
     return [replace(entry, samples=tuple(map(change, entry.samples))) for entry in pool]
 
 
-def random_pool(seed: int, *, num_questions: int = 25, most: int = 9) -> list[QuestionSamples]:
+def random_pool(seed: int, *, num_questions: int = 25) -> list[QuestionSamples]:
     """Return a pool of uneven lengths; coarse confidences make ties, some are 0, some None, some answers unreadable."""
     draw = random.Random(seed)
     pool = []
     for number in range(num_questions):
-        length = draw.randint(1, most)
+        length = draw.randint(1, 9)
         silent = draw.random() < 0.1  # all confidences zero
         mute = draw.random() < 0.1  # nothing readable
         answers = [None if mute or draw.random() < 0.15 else draw.choice("abcd") for _ in range(length)]

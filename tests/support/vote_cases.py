@@ -16,11 +16,9 @@ from selfcal_lightning.records import QuestionSamples, Verdict
 SCORE = "score"
 
 
-def score_entry(
-    answers: Sequence[str | None], scores: Sequence[float | None], *, gold: str = "a", name: str = "q"
-) -> QuestionSamples:
+def score_entry(answers: Sequence[str | None], scores: Sequence[float | None], *, name: str = "q") -> QuestionSamples:
     """Return recorded samples with the confidence ``score``, any real number or None."""
-    entry = make_entry(answers, [None] * len(answers), gold=gold, name=name)
+    entry = make_entry(answers, [None] * len(answers), name=name)
     samples = tuple(
         replace(sample, confidences={} if score is None else {SCORE: score})
         for sample, score in zip(entry.samples, scores, strict=True)

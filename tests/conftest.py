@@ -10,18 +10,17 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 from support.forking import forking_tests, may_fork
+from support.house import ROOT, Script, Vectors
 
 if TYPE_CHECKING:
     from support.ssc_pools import Pool
 
     from selfcal_lightning.models.chat_format import ChatFormat
 
-ROOT = Path(__file__).resolve().parents[1]
 # Two workers with a thread for each core each would take turns at both.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Processes that tests start find `support` as the tests do.
@@ -85,7 +84,7 @@ def _one_thread() -> None:
 
 
 @pytest.fixture(scope="module")
-def script() -> Iterator[Callable[[str], ModuleType]]:
+def script() -> Iterator[Script]:
     """An importer of the scripts under benchmarks, by name."""
     with pytest.MonkeyPatch.context() as patch:
         for folder in sorted(path for path in (ROOT / "benchmarks").iterdir() if path.is_dir()):
@@ -123,7 +122,7 @@ def shared() -> Path:
 
 
 @pytest.fixture(scope="session")
-def vectors(shared: Path) -> Callable[[str], dict[str, Any]]:
+def vectors(shared: Path) -> Vectors:
     """Groups of the reference systems' recorded inputs and outputs, by name."""
     groups = json.loads((shared / "vectors" / "reference_vectors.json").read_text())["vectors"]
     return groups.__getitem__

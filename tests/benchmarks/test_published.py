@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from types import ModuleType
 
 import pytest
-from support.house import ROOT
+from support.house import ROOT, Script
 
 RESULTS = ROOT / "benchmarks" / "results"
 WRITERS = {
@@ -30,13 +28,13 @@ WRITERS = {
 
 
 @pytest.mark.parametrize("name", WRITERS)
-def test_a_table_is_that_of_its_figures(name: str, script: Callable[[str], ModuleType]) -> None:
+def test_a_table_is_that_of_its_figures(name: str, script: Script) -> None:
     module, function = WRITERS[name].split(".")
     content = json.loads((RESULTS / f"{name}.json").read_text())
     assert getattr(script(module), function)(content) == (RESULTS / f"{name}.md").read_text()
 
 
-def test_the_table_of_scoring_costs_is_that_of_the_figures(script: Callable[[str], ModuleType]) -> None:
+def test_the_table_of_scoring_costs_is_that_of_the_figures(script: Script) -> None:
     scoring, found = script("reward_scoring"), json.loads((RESULTS / "reward_scoring.json").read_text())
     costs = [scoring.Cost(**cost) for cost in found["costs"]]
     text = scoring.report(costs, num_steps=found["steps"], size=found["size"], command=found["command"])

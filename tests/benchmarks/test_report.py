@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
+from support.house import Script
 
 from selfcal_lightning.metrics.bootstrap import ScoredResponses
 from selfcal_lightning.records import Question, QuestionSamples, Sample
 
 NUM_QUESTIONS, NUM_SAMPLES = 30, 4
-Module = Callable[[str], ModuleType]
 
 
 def scored(seed: int, *, noise: float, shift: float = 0.0) -> ScoredResponses:
@@ -26,7 +24,7 @@ def scored(seed: int, *, noise: float, shift: float = 0.0) -> ScoredResponses:
     return ScoredResponses(confidence.ravel(), correct.ravel(), questions)
 
 
-def test_a_confidence_does_not_differ_from_itself(script: Module) -> None:
+def test_a_confidence_does_not_differ_from_itself(script: Script) -> None:
     estimates = script("shared.estimates")
     rows = [estimates.Measured.of(scored(seed, noise=0.1)) for seed in range(3)]
     for metric in ("discrimination/AUROC", "calibration/Brier"):
@@ -37,7 +35,7 @@ def test_a_confidence_does_not_differ_from_itself(script: Module) -> None:
     assert found.low <= 0.0 <= found.high
 
 
-def test_the_samples_for_an_accuracy_are_read_between_the_points(script: Module) -> None:
+def test_the_samples_for_an_accuracy_are_read_between_the_points(script: Script) -> None:
     needed = script("shared.estimates").samples_needed
     curve = np.array([[0.4, 0.4, 0.4], [0.5, 0.3, 0.3], [0.6, 0.5, 0.3]])
     assert needed(curve, np.array([0.55, 0.45, 0.45]))[:2] == pytest.approx([2.5, 2.5])
@@ -45,7 +43,7 @@ def test_the_samples_for_an_accuracy_are_read_between_the_points(script: Module)
     assert needed(curve, np.array([0.1, 0.4, 0.4])).tolist() == [1.0, 1.0, 1.0]
 
 
-def test_a_criterion_is_met_by_what_it_names(script: Module) -> None:
+def test_a_criterion_is_met_by_what_it_names(script: Script) -> None:
     estimates, demands = script("shared.estimates"), script("report")
 
     def measured(*, noise: float, shift: float = 0.0) -> list[object]:
@@ -63,7 +61,7 @@ def test_a_criterion_is_met_by_what_it_names(script: Module) -> None:
     assert verdicts(poor, good, -0.02, 1) == [False] * 7
 
 
-def test_a_sceptic_s_confidences_are_fitted_without_the_test_questions(script: Module) -> None:
+def test_a_sceptic_s_confidences_are_fitted_without_the_test_questions(script: Script) -> None:
     made = script("_report_confidences")
     rng = np.random.default_rng(0)
 
@@ -91,7 +89,7 @@ def test_a_sceptic_s_confidences_are_fitted_without_the_test_questions(script: M
     assert shares == [answers.count(answer) / 8 for answer in answers]
 
 
-def test_one_seed_has_the_interval_over_questions(script: Module) -> None:
+def test_one_seed_has_the_interval_over_questions(script: Script) -> None:
     estimates = script("shared.estimates")
     column = np.linspace(0.0, 1.0, 21)
     assert estimates.mean_over_seeds(column[None]).tolist() == column.tolist()
@@ -102,7 +100,7 @@ def test_one_seed_has_the_interval_over_questions(script: Module) -> None:
     assert alone.most == pytest.approx(row.errors.most)
 
 
-def test_both_adapters_of_a_seed_train_on_the_same_samples(script: Module, tmp_path: Path) -> None:
+def test_both_adapters_of_a_seed_train_on_the_same_samples(script: Script, tmp_path: Path) -> None:
     jobs = script("_report_confidences")
     plan = jobs.Plan(output=tmp_path, training=40, id=8, ood=8, calibration=8, num_samples=8, asleep=4, threads=1)
     activated, joint = (jobs.configuration_of(plan, 3, name) for name in ("activated", "joint"))

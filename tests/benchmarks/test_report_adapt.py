@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
+from support.house import Script
 
 
 @pytest.fixture
-def report(script: Callable[[str], ModuleType]) -> ModuleType:
+def report(script: Script) -> ModuleType:
     return script("report_adapt")
 
 
@@ -33,7 +33,7 @@ def test_the_command_says_what_is_not_usual(report: ModuleType, monkeypatch: pyt
     assert (options.output, options.lr, options.only_collect) == (Path("a/b"), 0.001, True)
 
 
-def test_what_is_met_missed_and_not_measured(report: ModuleType, script: Callable[[str], ModuleType]) -> None:
+def test_what_is_met_missed_and_not_measured(report: ModuleType, script: Script) -> None:
     def change(value: float) -> dict[str, float]:
         return {"change": value, "low": value - 0.01, "high": value + 0.01}
 
@@ -59,6 +59,6 @@ def test_what_is_met_missed_and_not_measured(report: ModuleType, script: Callabl
     }
 
 
-def test_tables_are_made_before_all_is_measured(script: Callable[[str], ModuleType], tmp_path: Path) -> None:
+def test_tables_are_made_before_all_is_measured(script: Script, tmp_path: Path) -> None:
     assert script("_adapt_tables").read_packing(tmp_path) is None
     assert script("_adapt_tables").read_guarded(tmp_path) is None

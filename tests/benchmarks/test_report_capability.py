@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 from support.capability_pools import capability_store, give_states
+from support.house import Script
 
 from selfcal_lightning.commands.capability import run_fit_probe, run_score_questions
 from selfcal_lightning.metrics.calibration import ErrorBounds
 
-Module = Callable[[str], ModuleType]
 Columns = dict[str, Any]
 
 
@@ -33,7 +31,7 @@ def seed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def columns(script: Module, seed: Path) -> Columns:
+def columns(script: Script, seed: Path) -> Columns:
     with pytest.MonkeyPatch.context() as patch:
         measures = script("_capability_measures")
         patch.setattr(measures, "RESAMPLES", 30)
@@ -61,7 +59,7 @@ def test_a_seed_is_measured(columns: Columns) -> None:
     assert columns["id/size/few questions"][0] > columns["id/size/all"][0]
 
 
-def test_the_mean_over_seeds_keeps_what_some_seeds_have(script: Module) -> None:
+def test_the_mean_over_seeds_keeps_what_some_seeds_have(script: Script) -> None:
     error = ErrorBounds(0.1, np.full(30, -0.05), np.full(30, 0.2))
     one, other = {"a": np.zeros(31), "b": np.ones(31), "ece": error}, {"a": np.ones(31), "ece": error}
     found = script("report_capability").over_seeds([one, other])
@@ -71,7 +69,7 @@ def test_the_mean_over_seeds_keeps_what_some_seeds_have(script: Module) -> None:
     assert script("report_capability")._plain(found["ece"]) == [0.1, 0.0, 0.15], "it may be none in truth"
 
 
-def test_targets_name_what_is_missed(script: Module, columns: Columns) -> None:
+def test_targets_name_what_is_missed(script: Script, columns: Columns) -> None:
     checks = script("_capability_measures").targets(columns, seconds=(0.001, 0.01))
     found = {row.what: row for row in checks}
     ratio = found["processor time of the probe over that of one response"]
@@ -82,7 +80,7 @@ def test_targets_name_what_is_missed(script: Module, columns: Columns) -> None:
     assert {"MSE of the label-free probe, in domain", "MSE without labels less that with labels, in domain"} <= missed
 
 
-def test_what_is_written(script: Module, columns: Columns, tmp_path: Path) -> None:
+def test_what_is_written(script: Script, columns: Columns, tmp_path: Path) -> None:
     report: dict[str, Any] = {
         "command": "the command", "seeds": [0], "taught_seeds": [], "awake_seeds": [], "processor_minutes": 1.0,
         "sizes": {"train": 40, "train_samples": 8, "samples": 8, "id": 24, "ood": 24, "calibration": 24},

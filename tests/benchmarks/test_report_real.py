@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 import math
 import threading
-from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
 import pytest
-from support.house import ROOT
+from support.house import ROOT, Script
 
 from selfcal_lightning.engines.opening import load_chat
 from selfcal_lightning.engines.settings import EngineOptions
@@ -32,7 +30,7 @@ def entry() -> QuestionSamples:
     return QuestionSamples(question, samples, "test")
 
 
-def test_shares_are_those_of_blocks(script: Callable[[str], ModuleType], entry: QuestionSamples) -> None:
+def test_shares_are_those_of_blocks(script: Script, entry: QuestionSamples) -> None:
     report = script("report_real")
     (found,) = report.with_cheap([entry], {"capital": 0.3}, [])
 
@@ -53,16 +51,12 @@ def test_shares_are_those_of_blocks(script: Callable[[str], ModuleType], entry: 
     assert values("semantic_entropy")[0] == pytest.approx(1 - entropy / math.log(8))
 
 
-def test_agreement_of_a_kind_leaves_the_response_itself_out(
-    script: Callable[[str], ModuleType], entry: QuestionSamples
-) -> None:
+def test_agreement_of_a_kind_leaves_the_response_itself_out(script: Script, entry: QuestionSamples) -> None:
     # Of the seven others, 2 agree with each a, 2 with each c, none with b, and nothing with the unreadable one.
     assert script("report_real").agreement_of_kinds([entry]) == {"capital": pytest.approx(6 * 2 / 7 / 8)}
 
 
-def test_jobs_run_at_the_same_time_where_they_may_and_a_failure_ends_the_report(
-    script: Callable[[str], ModuleType], tmp_path: Path
-) -> None:
+def test_jobs_run_at_the_same_time_where_they_may_and_a_failure_ends_the_report(script: Script, tmp_path: Path) -> None:
     machine = script("_real_jobs").Machine("gpu", at_once=2)
     both = threading.Barrier(2, timeout=20)
     machine.together(both.wait, both.wait)
@@ -71,7 +65,7 @@ def test_jobs_run_at_the_same_time_where_they_may_and_a_failure_ends_the_report(
         machine.together(lambda: machine.run(tmp_path / "log.txt", "no-such-verb"), lambda: None)
 
 
-def test_on_a_gpu_training_is_in_float32_too(script: Callable[[str], ModuleType], tmp_path: Path) -> None:
+def test_on_a_gpu_training_is_in_float32_too(script: Script, tmp_path: Path) -> None:
     jobs = script("_real_jobs")
     for device, dtype in (("cpu", None), ("gpu", "float32")):
         one = jobs.Jobs(tmp_path, tmp_path / "smollm2", jobs.FACTS, jobs.Sizes(), machine=jobs.Machine(device))
@@ -81,7 +75,7 @@ def test_on_a_gpu_training_is_in_float32_too(script: Callable[[str], ModuleType]
         assert config["model"]["init_args"].get("torch_dtype") == dtype
 
 
-def test_a_row_of_a_gpu_names_it_and_where_its_costs_come_from(script: Callable[[str], ModuleType]) -> None:
+def test_a_row_of_a_gpu_names_it_and_where_its_costs_come_from(script: Script) -> None:
     report = script("report_real")
     content = json.loads((ROOT / "benchmarks" / "results" / "report_real.json").read_text())
     content["tasks"]["arithmetic"]["gpu"] = {"name": "NVIDIA H200"}
@@ -90,7 +84,7 @@ def test_a_row_of_a_gpu_names_it_and_where_its_costs_come_from(script: Callable[
     assert "\n\nOn two cores without a GPU, in an earlier run of these jobs:\n\n| job |" in shown
 
 
-def test_states_of_a_response_do_not_depend_on_its_neighbours(script: Callable[[str], ModuleType]) -> None:
+def test_states_of_a_response_do_not_depend_on_its_neighbours(script: Script) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -115,9 +109,7 @@ def test_states_of_a_response_do_not_depend_on_its_neighbours(script: Callable[[
             assert found[name][at] == pytest.approx(expected, abs=0.05)
 
 
-def test_probes_of_states_learn_the_agreement_of_other_questions(
-    script: Callable[[str], ModuleType], tmp_path: Path
-) -> None:
+def test_probes_of_states_learn_the_agreement_of_other_questions(script: Script, tmp_path: Path) -> None:
     import numpy as np
 
     states, rng = script("_states"), np.random.default_rng(0)

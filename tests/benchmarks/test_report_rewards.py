@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
+from support.house import Script
 
 from selfcal_lightning.rewards.metrics import QuantileMetrics, StepMetrics
 
-Module = Callable[[str], ModuleType]
 
-
-def places(script: Module, *, shift: float = 0.0) -> Any:
+def places(script: Script, *, shift: float = 0.0) -> Any:
     """Return places whose mean is their rate, but for a shift."""
     rng = np.random.default_rng(0)
     question, position = np.repeat(np.arange(20), 5), np.tile(np.arange(5), 20)
@@ -26,7 +24,7 @@ def places(script: Module, *, shift: float = 0.0) -> Any:
     return script("_reward_measures").Places(question, position, score, rate, 20, (3, 10), (10, 40, 60))
 
 
-def test_places_are_measured_as_validation_measures_them(script: Module) -> None:
+def test_places_are_measured_as_validation_measures_them(script: Script) -> None:
     import torch
 
     found, study = places(script, shift=0.3), script("_reward_measures")
@@ -44,7 +42,7 @@ def test_places_are_measured_as_validation_measures_them(script: Module) -> None
             assert measured[short].value == pytest.approx(expected[f"{prefix}steps/{name}"]), (where, name)
 
 
-def test_a_calibrated_score_may_have_no_error_in_truth(script: Module) -> None:
+def test_a_calibrated_score_may_have_no_error_in_truth(script: Script) -> None:
     """Its calibration error is above 0 by chance, more so on every resample: percentiles leave the truth out."""
     rng, study = np.random.default_rng(1), script("_reward_measures")
     question, position = np.repeat(np.arange(80), 5), np.tile(np.arange(5), 80)
@@ -62,7 +60,7 @@ def test_a_calibrated_score_may_have_no_error_in_truth(script: Module) -> None:
     assert study.estimates([without], "middle")["ece"].value is None, "nothing stands there"
 
 
-def test_accuracy_is_read_at_equal_tokens_in_every_resample(script: Module) -> None:
+def test_accuracy_is_read_at_equal_tokens_in_every_resample(script: Script) -> None:
     spent, demands = script("_reward_measures").Spent, script("report_rewards")
     curve = {
         str(n): spent(np.array([0.1 * n, 0.2 * n]), np.array([n, n]), np.array([10.0 * n, 20.0 * n])) for n in (1, 2, 3)
@@ -70,7 +68,7 @@ def test_accuracy_is_read_at_equal_tokens_in_every_resample(script: Module) -> N
     assert demands.at_equal_tokens(curve, np.array([25.0, 30.0])) == pytest.approx([0.25, 0.3])
 
 
-def test_adaptive_n_takes_of_each_question_what_its_score_asks_for(script: Module) -> None:
+def test_adaptive_n_takes_of_each_question_what_its_score_asks_for(script: Script) -> None:
     from selfcal_lightning.inference.thresholds import GridOutcome
 
     grid = tuple(float(n) for n in range(1, 9))
@@ -81,7 +79,7 @@ def test_adaptive_n_takes_of_each_question_what_its_score_asks_for(script: Modul
     assert found.tolist() == [[1.0, 1.0], [2.0, 7.0], [20.0, 70.0]], ".9 needs 2 and .5 needs 7"
 
 
-def test_a_command_that_was_run_is_not_run_again(script: Module, tmp_path: Path) -> None:
+def test_a_command_that_was_run_is_not_run_again(script: Script, tmp_path: Path) -> None:
     jobs = script("shared.jobs")
     (tmp_path / jobs.DONE).write_text(json.dumps({"generate --x": 1.5}))
     jobs.run_once(tmp_path, "generate", "--x")
@@ -89,7 +87,7 @@ def test_a_command_that_was_run_is_not_run_again(script: Module, tmp_path: Path)
     assert not (tmp_path / "log.txt").exists()
 
 
-def test_a_model_does_not_differ_from_itself_and_a_worse_one_does(script: Module) -> None:
+def test_a_model_does_not_differ_from_itself_and_a_worse_one_does(script: Script) -> None:
     study, good, bad = script("_reward_measures"), places(script), places(script, shift=0.3)
     same = study.difference([good], [good], "brier")
     assert (same.value, same.low, same.high) == (0.0, 0.0, 0.0)
@@ -97,7 +95,7 @@ def test_a_model_does_not_differ_from_itself_and_a_worse_one_does(script: Module
     assert gain.high < -0.1
 
 
-def test_every_model_is_trained_by_the_shipped_configuration(script: Module, tmp_path: Path) -> None:
+def test_every_model_is_trained_by_the_shipped_configuration(script: Script, tmp_path: Path) -> None:
     jobs = script("_reward_measures")
     sizes = {"training": 12, "rolled": 3, "id": 2, "ood": 2, "calibration": 2, "num_samples": 8}
     plan = jobs.Plan(output=tmp_path, **sizes)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from support.house import Script
 from support.selection_stores import sums_entry, sums_store
 
 from selfcal_lightning.adaptation.picking import SelectionSettings
@@ -16,7 +16,7 @@ from selfcal_lightning.metrics.arrays import Floats
 
 
 @pytest.fixture
-def worth(script: Callable[[str], ModuleType]) -> ModuleType:
+def worth(script: Script) -> ModuleType:
     return script("report_selection")
 
 
@@ -46,7 +46,7 @@ def test_a_perfect_score_and_one_that_knows_nothing(worth: ModuleType) -> None:
     assert first(lacking["within"]) == 1.0, "a response without the score comes last"
 
 
-def test_the_script(script: Callable[[str], ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_script(script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     report = script("report_selection")
     monkeypatch.setattr(report, "CRITERIA", ())
     sums_store(tmp_path / "pools" / "seed-0")

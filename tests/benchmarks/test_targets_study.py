@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from support.house import Script
 from support.module_batches import MIXED, NO_DROPOUT, batch_of
 from support.processes import run_command
 
-Script = Callable[[str], ModuleType]
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks" / "quality"
 
 

@@ -5,19 +5,17 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
+from support.house import Script
 from support.packed_rows import tree_attention_mask
 from support.processes import run_command, run_python
 
 from selfcal_lightning.training.batches import SSCBatch
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks" / "training"
-Script = Callable[[str], ModuleType]
 ABSENT = ("datasets", "jsonargparse", "bitsandbytes", "vllm", "math_verify", "aiohttp")
 # Finders that do not find some packages: they are not installed, as far as the process can tell.
 WITHOUT = f"""

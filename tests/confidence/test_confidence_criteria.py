@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import zscore
+from support.house import Vectors
 from support.recorded_pools import sample_store
 
 from selfcal_lightning.commands.score import run_score
@@ -34,7 +35,6 @@ from selfcal_lightning.models.chat_format import token_pieces
 from selfcal_lightning.records import QuestionSamples, Sample
 
 Pool = list[QuestionSamples]
-Vectors = Callable[[str], dict[str, Any]]
 SHALLOW = True
 
 

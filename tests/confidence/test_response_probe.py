@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.command_lines import Refused
 from support.recorded_pools import NUM_SAMPLES, SAMPLING
 from support.store_samples import write_lines
 from support.strategy_pools import make_entry
@@ -213,7 +214,7 @@ def test_states_that_were_read_before_a_stop_are_not_read_again(
 
 
 def test_a_store_is_fitted_on_one_split_and_scored_on_the_other(
-    store: Path, tmp_path: Path, refused: Callable[[list[str]], str], capsys: pytest.CaptureFixture[str]
+    store: Path, tmp_path: Path, refused: Refused, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "probe.json"
     assert run(["fit-response-probe", "--pool", str(store), "--output", str(file)]) == 0
@@ -248,7 +249,7 @@ def test_a_store_is_fitted_on_one_split_and_scored_on_the_other(
 
 
 def test_a_probe_of_another_model_or_a_damaged_one_is_refused(
-    store: Path, tokens: TokenReader, tmp_path: Path, refused: Callable[[list[str]], str]
+    store: Path, tokens: TokenReader, tmp_path: Path, refused: Refused
 ) -> None:
     pool, file = list(SampleStore(store).samples(split="train")), tmp_path / "probe.json"
     probe = fit_response_probe(
@@ -304,7 +305,7 @@ def test_a_live_response_has_the_confidence_of_a_recorded_one(
 
 
 def test_answers_stop_at_the_confidence_of_a_probe(
-    two_splits: Path, here: Path, refused: Callable[[list[str]], str], capsys: pytest.CaptureFixture[str]
+    two_splits: Path, here: Path, refused: Refused, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(["fit-response-probe", "--pool", str(two_splits), "--output", "probe.json"]) == 0
     asked = [entry.question.text for entry in SampleStore(two_splits).samples(split="test_id")]

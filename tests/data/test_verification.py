@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.house import Vectors
 from support.processes import run_python
 
 from selfcal_lightning.data.tasks import math_processes
@@ -315,7 +316,6 @@ def test_votes_for_a_sentence_and_for_its_answer_fall_together() -> None:
 
 # ---- what other systems take for right, and for P(True), on recorded answers: ours agrees where they are not at fault
 
-Vectors = Callable[[str], dict[str, Any]]
 same_text = ShortTextAnswers().verify
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
+from support.house import Script
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from selfcal_lightning.data.tasks.word_problems import stream_problems
@@ -70,7 +69,7 @@ def test_its_verdicts_are_yes_or_no(chat: ChatFormat, model: PreTrainedModel) ->
 
 
 def test_it_tells_right_from_wrong_and_says_yes_too_readily(
-    script: Callable[[str], ModuleType], chat: ChatFormat, model: PreTrainedModel
+    script: Script, chat: ChatFormat, model: PreTrainedModel
 ) -> None:
     measuring = script("bundled_model_measuring")
     problems = list(islice(stream_problems("validation"), NUM_SAMPLED))

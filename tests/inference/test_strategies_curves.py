@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.house import Vectors
 from support.strategy_pools import assert_curve_equals_solve, make_entry, random_pool
 from support.vote_cases import SCORE, entries_of_rows, outcome_of, pool_correct, score_entry, verdict_of
 
@@ -18,7 +19,6 @@ from selfcal_lightning.inference.vectorised import PoolArrays
 from selfcal_lightning.inference.voting import CISC, BestOfN, BordaVoting, PassAtN, SelfConsistency, StandardisedVoting
 from selfcal_lightning.records import QuestionSamples
 
-Vectors = Callable[[str], dict[str, Any]]
 VOTES = (
     SelfConsistency(),
     SelfConsistency(confidence="p_true"),

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,6 +12,7 @@ from hypothesis import strategies as st
 from numpy.testing import assert_allclose
 from sklearn.calibration import calibration_curve
 from sklearn.metrics import brier_score_loss
+from support.house import Vectors
 
 from selfcal_lightning.capability.evaluation import share_error_bounds
 from selfcal_lightning.metrics.arrays import ECE
@@ -33,8 +33,6 @@ from selfcal_lightning.metrics.calibration import (
     reliability_bins,
 )
 from selfcal_lightning.metrics.streaming import BinnedCalibrationError
-
-Vectors = Callable[[str], dict[str, Any]]
 
 RESPONSES = st.lists(
     st.tuples(st.one_of(st.floats(0.0, 1.0), st.integers(0, 20).map(lambda n: n / 20)), st.booleans()),

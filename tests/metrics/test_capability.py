@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.testing import assert_allclose
 from scipy import stats
+from support.house import Vectors
 
 from selfcal_lightning.capability.metrics import CapabilityMetrics
 from selfcal_lightning.metrics.capability import (
@@ -29,8 +30,6 @@ from selfcal_lightning.metrics.capability import (
     top_share,
 )
 from selfcal_lightning.metrics.discrimination import kendall, pearson
-
-Vectors = Callable[[str], dict[str, Any]]
 
 ANSWERS = st.lists(st.sampled_from(["7", "8", "9", None]), max_size=9)
 

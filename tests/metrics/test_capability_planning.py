@@ -1,8 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Callable
 from fractions import Fraction
-from typing import Any
 
 import numpy as np
 import pytest
@@ -10,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.testing import assert_allclose
 from scipy import special, stats
+from support.house import Vectors
 
 from selfcal_lightning.capability import allocation, fitted_maps
 from selfcal_lightning.metrics.capability import pass_at_k, simulated_pass_at_k
@@ -60,8 +59,6 @@ def test_the_fit_is_the_likeliest_nearby() -> None:
     for factor in (0.97, 1.03):
         assert _reference_scipy_log_likelihood(p, correct, 32, fitted_maps.InflatedBeta(0.0, alone * factor)) < best
 
-
-Vectors = Callable[[str], dict[str, Any]]
 
 QUESTIONS = st.lists(st.tuples(st.integers(0, 10).map(lambda n: n / 10), st.integers(0, 8)), min_size=1, max_size=12)
 

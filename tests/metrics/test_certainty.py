@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.testing import assert_allclose
 from scipy import stats
+from support.house import Vectors
 from torch import Tensor
 
 from selfcal_lightning.confidence import certainty
@@ -26,8 +26,6 @@ from selfcal_lightning.confidence.certainty import (
     top_k_confidence,
 )
 from selfcal_lightning.data.steps import aggregate
-
-Vectors = Callable[[str], dict[str, Any]]
 
 
 def _certainty(logits: Tensor) -> Tensor:

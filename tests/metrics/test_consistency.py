@@ -8,12 +8,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.house import Vectors
 
 from selfcal_lightning.metrics.consistency import consistency_bucket, leave_one_out, soft_self_consistency, vote_share
 from selfcal_lightning.metrics.group_rewards import group_advantages, majority, majority_answer, share, soft_share
 from selfcal_lightning.records import normalised_p_true
-
-Vectors = Callable[[str], dict[str, Any]]
 
 POOL = st.lists(
     st.tuples(st.sampled_from([None, "1", "2", "3"]), st.one_of(st.none(), st.floats(0.0, 1.0))), max_size=12

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import pairwise, permutations
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
+from support.house import Vectors
 
 from selfcal_lightning.metrics.discrimination import (
     WithinQuestion,
@@ -20,8 +20,6 @@ from selfcal_lightning.metrics.discrimination import (
     within_question_discrimination,
 )
 from selfcal_lightning.metrics.streaming import ConfidenceAUROC, WithinQuestionAUROC
-
-Vectors = Callable[[str], dict[str, Any]]
 
 RESPONSES = st.lists(
     st.tuples(st.integers(-4, 4).map(lambda n: n / 4), st.booleans(), st.integers(0, 4)), min_size=1, max_size=40

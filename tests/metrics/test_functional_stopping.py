@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
@@ -10,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.house import Vectors
 
 from selfcal_lightning.inference.adaptive_consistency import (
     beta_leader_probability,
@@ -17,7 +17,6 @@ from selfcal_lightning.inference.adaptive_consistency import (
     normalised_entropy,
 )
 
-Vectors = Callable[[str], dict[str, Any]]
 COUNTS = st.lists(st.integers(0, 12), min_size=1, max_size=6)
 RULES = (normalised_entropy, beta_leader_probability, dirichlet_leader_probability)
 

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import special, stats
+from support.house import Vectors
 from torch import Tensor
 
 from selfcal_lightning.adaptation.losses import (
@@ -31,8 +32,6 @@ from selfcal_lightning.training.losses import (
     soft_cross_entropy,
     squared_calibration_loss,
 )
-
-Vectors = Callable[[str], dict[str, Any]]
 
 
 def _reference_naive_ranknet(scores: list[float], targets: list[float], temperature: float, tie_weight: float) -> float:

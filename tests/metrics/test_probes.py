@@ -1,14 +1,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from numpy.testing import assert_allclose
 from sklearn.linear_model import Ridge
+from support.house import Vectors
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
@@ -17,8 +16,6 @@ from selfcal_lightning.capability.probe_heads import head_outputs, linked, neare
 from selfcal_lightning.models import outputs as output_layer
 from selfcal_lightning.models.outputs import float32_logits, log_normaliser, negative_log_likelihood
 from selfcal_lightning.training.losses import ranknet_loss
-
-Vectors = Callable[[str], dict[str, Any]]
 
 
 def test_ridge_equals_the_vectors(vectors: Vectors) -> None:

@@ -4,15 +4,14 @@ import itertools
 import math
 import random
 import re
-from collections.abc import Callable
 from fractions import Fraction
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.testing import assert_allclose
 from scipy import special
+from support.house import Vectors
 
 from selfcal_lightning.adaptation import equations
 from selfcal_lightning.adaptation.picking import select_best
@@ -30,8 +29,6 @@ from selfcal_lightning.data.steps import (
 from selfcal_lightning.data.tasks.extraction import last_boxed
 from selfcal_lightning.data.tasks.word_problems import stream_problems, write_solution
 from selfcal_lightning.rewards.search import Path, distinct, grow, particle_weights, select_topk
-
-Vectors = Callable[[str], dict[str, Any]]
 
 RULES = ("sentence", "line", "blank_line", "heading", "marker")
 

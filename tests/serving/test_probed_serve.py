@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import signal
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from support.command_lines import Refused
 from support.processes import free_port
 from support.serving import QUESTION, Server
 from support.strategy_pools import make_entry
@@ -86,9 +86,7 @@ def test_a_server_gives_the_confidences_of_a_probe(probe: ResponseProbe, tmp_pat
     assert server.end() == 0
 
 
-def test_a_server_takes_no_probe_that_it_could_not_read(
-    probe: ResponseProbe, here: Path, refused: Callable[[list[str]], str]
-) -> None:
+def test_a_server_takes_no_probe_that_it_could_not_read(probe: ResponseProbe, here: Path, refused: Refused) -> None:
     serve = ["serve", "--model", "bundled", "--port", str(free_port()), "--probe", "probe.json"]
     assert "probe.json" in refused(serve)
     probe.save("probe.json")

@@ -90,17 +90,17 @@ class TrainingRows:
         )
 
 
-def random_rows(lengths: Lengths, *, questions: int, samples: int, vocab_size: int, seed: int = 0) -> TrainingRows:
+def random_rows(lengths: Lengths, *, questions: int, samples: int, vocab_size: int) -> TrainingRows:
     """Return ``samples`` responses to every question; every row calibrates, every second one generates too.
 
     Lengths are log-normal about their means: prompts with a deviation of .3, responses with .5.
     """
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     prompts = random_lengths(rng, lengths.prompt, 0.3, questions)
     responses = random_lengths(rng, lengths.response, 0.5, questions * samples)
     number = np.repeat(np.arange(questions), samples)
     generation = (np.arange(len(number)) % 2).astype(float)
-    stored = random_responses(prompts, responses, number, vocab_size=vocab_size, seed=seed)
+    stored = random_responses(prompts, responses, number, vocab_size=vocab_size, seed=0)
     return TrainingRows(stored, number, np.ones(len(number)), generation)
 
 
@@ -138,12 +138,10 @@ class PresetDraw:
     lengths: np.ndarray
     micro_batches: int
 
-    def dealer(self) -> DealByPrompt:
-        return DealByPrompt(self.question, self.prompt, self.lengths)
-
     def statistics(self, count: int | None = None) -> dict[str, float]:
         """Return responses to a prompt and tokens per response, packed and separate, over the micro-batches."""
-        deal, prompts, rows, packed, separate = self.dealer(), 0, 0, 0, 0
+        deal = DealByPrompt(self.question, self.prompt, self.lengths)
+        prompts = rows = packed = separate = 0
         for step, _, _ in self.steps[:count]:
             for dealt in deal(step, self.micro_batches):
                 mine = step[dealt.places[dealt.real]]
@@ -172,16 +170,14 @@ PRESET_SHARES = {f"task{i}": 0.15 if i < 2 else 0.05 for i in range(9)}
 PRESET_QUESTIONS = {f"task{i}": 650 if i == 1 else 1000 for i in range(9)}
 
 
-def draw_preset(
-    lengths: Lengths, *, samples: int = 32, total_tuples: int = 100_000, batch_size: int = 16, accumulate: int = 4,
-    group_size: int = 8, seed: int = 0,
-) -> PresetDraw:  # fmt: skip
+def draw_preset(lengths: Lengths, *, group_size: int = 8) -> PresetDraw:
     """Draw an epoch as the published preset does, of questions whose vote shares are random.
 
     The chance that a response to a question is right is Beta(1.2, .8), wrong answers are spread over four others by a
     Dirichlet; the target is the share of the responses that agree, as hard self-consistency gives it.
     """
-    rng = np.random.default_rng(seed)
+    samples, total_tuples, batch_size, accumulate = 32, 100_000, 16, 4
+    rng = np.random.default_rng(0)
     task = np.repeat(list(PRESET_QUESTIONS), list(PRESET_QUESTIONS.values()))
     right = rng.beta(1.2, 0.8, len(task))
     others = (1 - right[:, None]) * rng.dirichlet([0.7] * 4, len(task))
@@ -195,8 +191,8 @@ def draw_preset(
     names = np.repeat(task, samples).tolist()
     pools = build_pools(target, names, confident=confident, tasks=PRESET_QUESTIONS, num_buckets=NUM_BUCKETS)
     mixture = Mixture(total_tuples=total_tuples, generation_ratio=0.7, shares=PRESET_SHARES)
-    draw = mixture.draw(pools, confident, seed=seed, epoch=0)
-    draw = group_by_question(draw, question, group_size=group_size, seed=seed, epoch=0)
+    draw = mixture.draw(pools, confident, seed=0, epoch=0)
+    draw = group_by_question(draw, question, group_size=group_size, seed=0, epoch=0)
     num_steps = -(-total_tuples // (batch_size * accumulate))
     edges = np.arange(num_steps + 1) * len(draw.rows) // num_steps
     steps = [
@@ -252,39 +248,6 @@ def collator_of(chat: ChatFormat, *, shared_prefix: bool, multiple: int = 8) -> 
 
 
 @dataclass(frozen=True)
-class Shape:
-    hidden: int
-    intermediate: int
-    layers: int
-    query_width: int
-    key_width: int
-    vocab: int
-    rank: int
-
-    @classmethod
-    def of(cls, size: Mapping[str, Any], rank: int) -> Shape:
-        head = size["hidden_size"] // size["num_attention_heads"]
-        return cls(
-            hidden=size["hidden_size"],
-            intermediate=size["intermediate_size"],
-            layers=size["num_hidden_layers"],
-            query_width=head * size["num_attention_heads"],
-            key_width=head * size["num_key_value_heads"],
-            vocab=size["vocab_size"],
-            rank=rank,
-        )
-
-    @property
-    def frozen_weights(self) -> int:
-        attention = 2 * self.hidden * self.query_width + 2 * self.hidden * self.key_width
-        return self.layers * (attention + 3 * self.hidden * self.intermediate)
-
-    @property
-    def adapter_weights(self) -> int:
-        return self.layers * self.rank * (2 * self.hidden + self.query_width + self.key_width)
-
-
-@dataclass(frozen=True)
 class Load:
     tokens: int
     pairs: int
@@ -294,12 +257,15 @@ class Load:
         return Load(self.tokens + other.tokens, self.pairs + other.pairs, self.logits + other.logits)
 
 
-def training_flops(shape: Shape, load: Load) -> int:
-    frozen = 4 * shape.frozen_weights * load.tokens
-    head = 4 * shape.hidden * shape.vocab * load.logits
-    adapters = 6 * shape.adapter_weights * load.tokens
-    attention = 12 * shape.query_width * shape.layers * load.pairs
-    return frozen + head + adapters + attention
+def training_flops(size: Mapping[str, int], rank: int, load: Load) -> int:
+    """Return the operations of forward and backward pass of a Llama with LoRA of ``rank`` on q and v."""
+    hidden, layers = size["hidden_size"], size["num_hidden_layers"]
+    head = hidden // size["num_attention_heads"]
+    query, key = head * size["num_attention_heads"], head * size["num_key_value_heads"]
+    frozen = layers * (2 * hidden * (query + key) + 3 * hidden * size["intermediate_size"])
+    adapters = layers * rank * (2 * hidden + query + key)
+    output = 4 * hidden * size["vocab_size"] * load.logits
+    return (4 * frozen + 6 * adapters) * load.tokens + output + 12 * query * layers * load.pairs
 
 
 def causal_pairs(tokens: int) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -37,17 +38,33 @@ class Work:
 Way = Callable[[TrainingRows, ChatFormat, int, str], list[Work]]
 
 
-def reference(rows: TrainingRows, chat: ChatFormat, batch_size: int, device: str) -> list[Work]:
+def reference(
+    rows: TrainingRows, chat: ChatFormat, batch_size: int, device: str, *, width: int | None = MAX_LENGTH
+) -> list[Work]:
     """Train as the reference system does: one sequence at a time, padded to 1024, a forward pass for each loss.
 
     It pads on the left and passes no mask, so that its outputs are wrong; here the padding is on the right, where
     causal attention does not see it: the cost is the same, and the losses can be compared.
     """
-    return _one_by_one(rows, chat, MAX_LENGTH, device)
-
-
-def reference_unpadded(rows: TrainingRows, chat: ChatFormat, batch_size: int, device: str) -> list[Work]:
-    return _one_by_one(rows, chat, None, device)
+    collator = collator_of(chat, shared_prefix=False)
+    work = []
+    for index, row in enumerate(rows.stored):
+        encoded = collator.encode(row)
+        places = torch.arange(encoded.response_start, encoded.response_end)
+        weights = [weight[index] / total for weight, total in zip(_weights(rows), rows.totals, strict=True)]
+        if weights[0]:
+            ids = _padded(encoded.ids, width, chat.pad_id).to(device)
+            last = len(encoded.ids) - 1
+            load = Load(last + 1, causal_pairs(last + 1), 1)
+            work.append(Work(partial(_calibrate, ids, last, weights[0]), ids.numel(), load))
+        if weights[1]:
+            response = encoded.ids[: encoded.response_end]
+            ids = _padded(response, width, chat.pad_id).to(device)
+            labels = torch.full_like(ids, -100)
+            labels[:, places] = ids[:, places]
+            load = Load(len(response), causal_pairs(len(response)), len(places))
+            work.append(Work(partial(_generate, ids, labels, weights[1]), ids.numel(), load))
+    return work
 
 
 def random_batches(rows: TrainingRows, chat: ChatFormat, batch_size: int, device: str) -> list[Work]:
@@ -76,59 +93,6 @@ def shared_prefix(
     return _ours(rows, chat, dealt, device, shared_prefix=True, multiple=multiple)
 
 
-def padded_collator(rows: TrainingRows, chat: ChatFormat, batch_size: int, device: str) -> list[Work]:
-    """Collate as TRL's SFTTrainer does, or transformers' where TRL is absent: random batches, full logits."""
-    return _by_examples(rows, chat, batch_size, device, padding_free=False)
-
-
-def padding_free_collator(rows: TrainingRows, chat: ChatFormat, batch_size: int, device: str) -> list[Work]:
-    """Do the same with sequences laid end to end (``padding_free``), a dense block mask keeping them apart."""
-    return _by_examples(rows, chat, batch_size, device, padding_free=True)
-
-
-WAYS: dict[str, Way] = {
-    "reference": reference,
-    "reference, unpadded": reference_unpadded,
-    "random batches": random_batches,
-    "bucketing": bucketing,
-    "TRL/PEFT": padded_collator,
-    "TRL/PEFT, padding-free": padding_free_collator,
-    "shared prefix": shared_prefix,
-}
-
-
-def collator_name() -> str:
-    try:
-        return f"TRL {version('trl')}, DataCollatorForLanguageModeling"
-    except PackageNotFoundError:
-        return f"transformers {version('transformers')}, DataCollatorForSeq2Seq and DataCollatorWithFlattening"
-
-
-# ---- one sequence at a time
-
-
-def _one_by_one(rows: TrainingRows, chat: ChatFormat, width: int | None, device: str) -> list[Work]:
-    collator = collator_of(chat, shared_prefix=False)
-    work = []
-    for index, row in enumerate(rows.stored):
-        encoded = collator.encode(row)
-        places = torch.arange(encoded.response_start, encoded.response_end)
-        weights = [weight[index] / total for weight, total in zip(_weights(rows), rows.totals, strict=True)]
-        if weights[0]:
-            ids = _padded(encoded.ids, width, chat.pad_id).to(device)
-            last = len(encoded.ids) - 1
-            load = Load(last + 1, causal_pairs(last + 1), 1)
-            work.append(Work(_calibrate(ids, last, weights[0]), ids.numel(), load))
-        if weights[1]:
-            response = encoded.ids[: encoded.response_end]
-            ids = _padded(response, width, chat.pad_id).to(device)
-            labels = torch.full_like(ids, -100)
-            labels[:, places] = ids[:, places]
-            load = Load(len(response), causal_pairs(len(response)), len(places))
-            work.append(Work(_generate(ids, labels, weights[1]), ids.numel(), load))
-    return work
-
-
 def _weights(rows: TrainingRows) -> tuple[np.ndarray, np.ndarray]:
     return rows.calibration_weight, rows.generation_weight
 
@@ -137,22 +101,15 @@ def _padded(ids: Sequence[int], width: int | None, pad_id: int) -> Tensor:
     return torch.tensor([*ids, *[pad_id] * ((width or len(ids)) - len(ids))])[None]
 
 
-def _calibrate(ids: Tensor, last: int, weight: float) -> Callable[[SelfCalibrationModule], Tensor]:
-    def loss(module: SelfCalibrationModule) -> Tensor:
-        logits = module.model(input_ids=ids, use_cache=False).logits
-        confidence = confidence_from_logits(logits[:, last], module.chat.query).p_true.float()
-        return weight * calibration_loss(confidence, torch.full_like(confidence, TARGET), beta=module.losses.beta).sum()
-
-    return loss
+def _calibrate(ids: Tensor, last: int, weight: float, module: SelfCalibrationModule) -> Tensor:
+    logits = module.model(input_ids=ids, use_cache=False).logits
+    confidence = confidence_from_logits(logits[:, last], module.chat.query).p_true.float()
+    return weight * calibration_loss(confidence, torch.full_like(confidence, TARGET), beta=module.losses.beta).sum()
 
 
-def _generate(ids: Tensor, labels: Tensor, weight: float) -> Callable[[SelfCalibrationModule], Tensor]:
-    def loss(module: SelfCalibrationModule) -> Tensor:
-        logits = module.model(input_ids=ids, use_cache=False).logits
-        nll = F.cross_entropy(logits[0, :-1].float(), labels[0, 1:], ignore_index=-100)
-        return module.omega * weight * nll
-
-    return loss
+def _generate(ids: Tensor, labels: Tensor, weight: float, module: SelfCalibrationModule) -> Tensor:
+    logits = module.model(input_ids=ids, use_cache=False).logits
+    return module.omega * weight * F.cross_entropy(logits[0, :-1].float(), labels[0, 1:], ignore_index=-100)
 
 
 # ---- the project's collator and module
@@ -169,24 +126,25 @@ def _ours(
         if device == "cuda" and not shared_prefix:
             # Causal attention does not see padding on the right; with a mask of ones, flash kernels run.
             moved = moved.replace(attention_mask=torch.ones_like(moved.attention_mask))
-        work.append(Work(_module_loss(moved), batch.input_ids.numel(), batch_load(batch)))
+        work.append(Work(partial(_module_loss, moved), batch.input_ids.numel(), batch_load(batch)))
     return work
 
 
-def _module_loss(batch: SSCBatch) -> Callable[[SelfCalibrationModule], Tensor]:
-    def loss(module: SelfCalibrationModule) -> Tensor:
-        calibration, generation, _ = module._losses(batch)
-        return calibration + module.omega * generation
-
-    return loss
+def _module_loss(batch: SSCBatch, module: SelfCalibrationModule) -> Tensor:
+    calibration, generation, _ = module._losses(batch)
+    return calibration + module.omega * generation
 
 
 # ---- others' collators
 
 
-def _by_examples(
-    rows: TrainingRows, chat: ChatFormat, batch_size: int, device: str, *, padding_free: bool
+def padded_collator(
+    rows: TrainingRows, chat: ChatFormat, batch_size: int, device: str, *, padding_free: bool = False
 ) -> list[Work]:
+    """Collate as TRL's SFTTrainer does, or transformers' where TRL is absent: random batches, full logits.
+
+    With ``padding_free`` sequences are laid end to end, a dense block mask keeping them apart.
+    """
     collate = _collator(chat, padding_free)
     encode = collator_of(chat, shared_prefix=False).encode
     order = np.random.default_rng(0).permutation(len(rows))
@@ -214,7 +172,7 @@ def _by_examples(
         inputs = {name: value.to(device) for name, value in inputs.items()}
         pairs = sum(map(causal_pairs, lengths.tolist()))
         load = Load(int(lengths.sum()), pairs, len(part) + int((labels != -100).sum()))
-        work.append(Work(_both_losses(inputs, *moved), slots, load))
+        work.append(Work(partial(_both_losses, inputs, *moved), slots, load))
     return work
 
 
@@ -231,16 +189,32 @@ def _collator(chat: ChatFormat, padding_free: bool) -> Callable[[list[dict[str, 
 
 
 def _both_losses(
-    inputs: dict[str, Tensor], labels: Tensor, ends: Tensor, row_of: Tensor, calibration: Tensor, generation: Tensor
-) -> Callable[[SelfCalibrationModule], Tensor]:
-    def loss(module: SelfCalibrationModule) -> Tensor:
-        logits = module.model(**inputs, use_cache=False).logits.flatten(0, 1)
-        confidence = confidence_from_logits(logits[ends], module.chat.query).p_true.float()
-        per_row = calibration_loss(confidence, torch.full_like(confidence, TARGET), beta=module.losses.beta)
-        nll = F.cross_entropy(logits[:-1].float(), labels[1:], ignore_index=-100, reduction="none")
-        asked = labels[1:] != -100
-        sums = torch.zeros_like(confidence).index_add(0, row_of[1:], torch.where(asked, nll, 0.0))
-        means = sums / torch.bincount(row_of[1:][asked], minlength=len(sums)).clamp(min=1)
-        return (calibration * per_row).sum() + module.omega * (generation * means).sum()
+    inputs: dict[str, Tensor], labels: Tensor, ends: Tensor, row_of: Tensor, calibration: Tensor, generation: Tensor,
+    module: SelfCalibrationModule,
+) -> Tensor:  # fmt: skip
+    logits = module.model(**inputs, use_cache=False).logits.flatten(0, 1)
+    confidence = confidence_from_logits(logits[ends], module.chat.query).p_true.float()
+    per_row = calibration_loss(confidence, torch.full_like(confidence, TARGET), beta=module.losses.beta)
+    nll = F.cross_entropy(logits[:-1].float(), labels[1:], ignore_index=-100, reduction="none")
+    asked = labels[1:] != -100
+    sums = torch.zeros_like(confidence).index_add(0, row_of[1:], torch.where(asked, nll, 0.0))
+    means = sums / torch.bincount(row_of[1:][asked], minlength=len(sums)).clamp(min=1)
+    return (calibration * per_row).sum() + module.omega * (generation * means).sum()
 
-    return loss
+
+WAYS: dict[str, Way] = {
+    "reference": reference,
+    "reference, unpadded": partial(reference, width=None),
+    "random batches": random_batches,
+    "bucketing": bucketing,
+    "TRL/PEFT": padded_collator,
+    "TRL/PEFT, padding-free": partial(padded_collator, padding_free=True),
+    "shared prefix": shared_prefix,
+}
+
+
+def collator_name() -> str:
+    try:
+        return f"TRL {version('trl')}, DataCollatorForLanguageModeling"
+    except PackageNotFoundError:
+        return f"transformers {version('transformers')}, DataCollatorForSeq2Seq and DataCollatorWithFlattening"

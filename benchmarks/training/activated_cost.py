@@ -21,13 +21,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from _training_rows import LORA, SIZES, Lengths, TrainingRows, bundled_chat, random_module, random_rows
 from _training_ways import Work, reference, shared_prefix
-from shared.study import RESULTS
 from shared.tables import machine, table, write_report
-from training_throughput import MIB, REFERENCE_ROWS, Measurements, made_with, one_step, peak_memory_of
+from training_throughput import MIB, REFERENCE_ROWS, Measurements, made_with, one_step, parse, peak_memory_of
 
-from selfcal_lightning.training.self_calibration import SelfCalibrationModule
+from selfcal_lightning.models.lora import LoraSettings
 
-CELLS = Path("runs/activated_cost.jsonl")
 JOINT, ALONE, ACTIVATED, REFERENCE = "joint", "joint, calibration alone", "activated", "reference"
 WAYS = (JOINT, ALONE, ACTIVATED, REFERENCE)
 SAMPLES = 8
@@ -54,15 +52,15 @@ FULL = Plan("30M", (Lengths(120, 120), Lengths(50, 190), Lengths(190, 50)), 32, 
 QUICK = Plan("tiny", (Lengths(20, 10),), 8, 2)
 
 
+def lora_of(way: str) -> LoraSettings:
+    return replace(LORA, activated=way == ACTIVATED)
+
+
 class Bench:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.chat = bundled_chat()
-        self.module = cache(self._module)
-
-    def _module(self, way: str) -> SelfCalibrationModule:
-        activated = way == ACTIVATED
-        return random_module(self.plan.size, self.chat, lora=replace(LORA, activated=activated))
+        self.module = cache(lambda way: random_module(plan.size, self.chat, lora=lora_of(way)))
 
     def rows(self, lengths: Lengths, way: str) -> TrainingRows:
         vocab = SIZES[self.plan.size]["vocab_size"]
@@ -79,7 +77,7 @@ class Bench:
         """Return the difference of the two losses where the adapter does nothing, relatively; stop where it is one."""
         losses = []
         for way in (ALONE, ACTIVATED):
-            module = random_module("tiny", self.chat, lora=replace(LORA, activated=way == ACTIVATED))
+            module = random_module("tiny", self.chat, lora=lora_of(way))
             for name, parameter in module.named_parameters():
                 parameter.data.mul_(0.0 if "lora_B" in name else 1.0)
             rows = random_rows(Lengths(20, 10), questions=2, samples=4, vocab_size=SIZES["tiny"]["vocab_size"])
@@ -138,17 +136,9 @@ def markdown(report: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="go through everything once at a tiny size")
-    parser.add_argument("--fresh", action="store_true", help="forget earlier measurements")
-    parser.add_argument("--output", type=Path, default=None, help="folder of the report; default benchmarks/results")
-    options = parser.parse_args()
-    torch.set_num_threads(1)
+    options = parse(argparse.ArgumentParser(description=__doc__), "activated_cost")
     plan = QUICK if options.quick else FULL
-    cells = CELLS.with_stem(CELLS.stem + ("_quick" if options.quick else ""))
-    if options.fresh:
-        cells.unlink(missing_ok=True)
-    measured, bench = Measurements(cells, made_with()), Bench(plan)
+    measured, bench = Measurements(options.cells, made_with()), Bench(plan)
     measured.once("check", bench.check)
     for lengths in plan.lengths:
         for way in plan.ways(lengths):  # memory first, while the heap holds little else than the models
@@ -168,8 +158,7 @@ def main() -> None:
         "relative_error": measured["check"],
         "cells": [result(measured, plan, lengths) for lengths in plan.lengths],
     }
-    output = options.output or (Path("runs/activated_cost_quick") if options.quick else RESULTS)
-    write_report(output, "activated_cost", report, markdown(report), indent=1)
+    write_report(options.output, "activated_cost", report, markdown(report), indent=1)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,6 @@ from _training_rows import (
     LORA,
     SIZES,
     Lengths,
-    Shape,
     TrainingRows,
     bundled_chat,
     collator_of,
@@ -103,17 +102,18 @@ def do(job: Job, setting: Setting, *, device: str, seconds: float) -> dict[str, 
     return train(device, setting, job, seconds=seconds)
 
 
-def matrix_rate(device: str, size: int, *, warm_up: float = 2.0, timed: float = 2.0) -> dict[str, float]:
+def matrix_rate(device: str, size: int) -> dict[str, float]:
     """Return the rate of bfloat16 matrix products of random numbers: median and extreme tenths, in operations a second.
 
-    Seconds of it, since an idle card raises its clock at first, and lowers it when it nears its power limit.
+    Two seconds of it after two others, since an idle card raises its clock at first, and lowers it when it nears its
+    power limit.
     """
     left, right = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
     seconds: list[float] = []
-    while sum(seconds) < warm_up:
+    while sum(seconds) < 2.0:
         seconds.append(_seconds(lambda: left @ right, device))
     first = len(seconds)
-    while sum(seconds[first:]) < timed:
+    while sum(seconds[first:]) < 2.0:
         seconds.append(_seconds(lambda: left @ right, device))
     slow, median, fast = (float(value) for value in np.quantile(seconds[first:], (0.9, 0.5, 0.1)))
     names = ("flops_per_second", "slowest_tenth", "fastest_tenth")
@@ -146,17 +146,14 @@ def _query_logits(model: Any, rows: TrainingRows, device: str, *, packed: bool) 
     for group in groups:
         batch = collator(rows.tuples(torch.tensor(list(group)).numpy())).to(device)
         head = model.get_output_embeddings()
-        positions = _positions_read(batch)
+        # The end of every row's query, and the first three positions that the generation loss reads of it.
+        positions = torch.cat([
+            place for row in range(batch.batch_size)
+            for place in (batch.query_position[row, None], batch.label_position[batch.label_row == row][:3])
+        ])  # fmt: skip
         arguments = forward_arguments(model, batch.input_ids, batch.attention_mask, trees=batch.trees)
         logits.append(selected_logits(model, head, arguments, positions))
     return torch.cat(logits).float()
-
-
-def _positions_read(batch: Any) -> torch.Tensor:
-    """Return the end of every row's query, and the first three positions that the generation loss reads of it, [n]."""
-    rows = range(batch.batch_size)
-    places = [(batch.query_position[row, None], batch.label_position[batch.label_row == row][:3]) for row in rows]
-    return torch.cat([place for pair in places for place in pair])
 
 
 def train(device: str, setting: Setting, job: Job, *, seconds: float) -> dict[str, Any]:
@@ -168,12 +165,12 @@ def train(device: str, setting: Setting, job: Job, *, seconds: float) -> dict[st
     )  # fmt: skip
     rows, batch = _rows(setting, setting.rows), job.batch or setting.batch
     if job.preset:
-        rows, batch = _preset_rows(setting), 16
+        rows, batch = draw_preset(setting.lengths).rows(0, vocab_size=SIZES[setting.size]["vocab_size"]), 16
     if job.way == "reference":
         rows = rows.first(SAMPLES)
     way = partial(shared_prefix, multiple=FLEX_MULTIPLE) if job.attention == FLEX else WAYS[job.way]
     work = way(rows, chat, batch, device)
-    shape = Shape.of(SIZES[setting.size], LORA.r)
+    size = SIZES[setting.size]
     least = reduce(add, (one.load for one in shared_prefix(rows, chat, batch, "cpu")))
     own = reduce(add, (one.load for one in work))
     optimizer = torch.optim.AdamW([p for p in module.parameters() if p.requires_grad], lr=0.0)
@@ -195,8 +192,8 @@ def train(device: str, setting: Setting, job: Job, *, seconds: float) -> dict[st
         "slots": sum(one.slots for one in work),
         "tokens": own.tokens,
         "responses_per_prompt": len(rows) / len(set(rows.question.tolist())),
-        "flops_per_second": training_flops(shape, own) / median,
-        "needed_flops_per_second": training_flops(shape, least) / median,
+        "flops_per_second": training_flops(size, LORA.r, own) / median,
+        "needed_flops_per_second": training_flops(size, LORA.r, least) / median,
         "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else None,
     }
 
@@ -204,10 +201,6 @@ def train(device: str, setting: Setting, job: Job, *, seconds: float) -> dict[st
 def _rows(setting: Setting, count: int) -> TrainingRows:
     vocab_size = SIZES[setting.size]["vocab_size"]
     return make_rows(setting.lengths, questions=count // SAMPLES, samples=SAMPLES, vocab_size=vocab_size)
-
-
-def _preset_rows(setting: Setting) -> TrainingRows:
-    return draw_preset(setting.lengths).rows(0, vocab_size=SIZES[setting.size]["vocab_size"])
 
 
 def _step(module: Any, work: list[Work], optimizer: torch.optim.Optimizer, device: str, dtype: torch.dtype) -> None:

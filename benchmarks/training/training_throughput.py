@@ -238,7 +238,6 @@ def _status(name: str) -> int:
     raise RuntimeError(f"Expected /proc/self/status to hold {name}, but it does not: peak memory needs Linux.")
 
 
-CELLS = Path("runs/training_throughput.jsonl")
 CORE = ("reference", "bucketing", "shared prefix")
 REFERENCE_ROWS = 4  # of the reference way, that are timed
 BATCH = 8  # rows of a batch; of the preset it is 16
@@ -414,20 +413,28 @@ def _loss_and_norm(module: SelfCalibrationModule, work: list[Work]) -> tuple[flo
     return total, float(torch.stack(squares).sum().sqrt())
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parse(parser: argparse.ArgumentParser, name: str) -> argparse.Namespace:
+    """Return the options of a benchmark that keeps its measurements, with its ``cells`` and ``output``."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--quick", action="store_true", help="go through everything once at a tiny size")
-    parser.add_argument("--measured", action="store_true", help="report what is measured so far, and measure no more")
     parser.add_argument("--fresh", action="store_true", help="forget earlier measurements")
-    parser.add_argument("--cells", type=Path, default=None, help=f"where measurements are kept; default {CELLS}")
+    parser.add_argument("--cells", type=Path, default=None, help=f"measurements; default runs/{name}.jsonl")
     parser.add_argument("--output", type=Path, default=None, help="folder of the report; default benchmarks/results")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    cells = options.cells or CELLS.with_stem(CELLS.stem + ("_quick" if options.quick else ""))
+    options.cells = options.cells or Path(f"runs/{name}{'_quick' if options.quick else ''}.jsonl")
+    options.output = options.output or (Path(f"runs/{name}_quick") if options.quick else RESULTS)
     if options.fresh:
-        cells.unlink(missing_ok=True)
+        options.cells.unlink(missing_ok=True)
+    return options
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--measured", action="store_true", help="report what is measured so far, and measure no more")
+    options = parse(parser, "training_throughput")
     plan = quick_plan() if options.quick else full_plan()
-    bench = Bench(Measurements(cells, made_with()))
+    bench = Bench(Measurements(options.cells, made_with()))
     whole = plan
     if options.measured:
         plan = [cell for cell in plan if bench.is_measured(cell)]
@@ -453,8 +460,7 @@ def main() -> None:
         "cells": [bench.result(cell) for cell in plan],
         "cpu_seconds": time.process_time() - started,
     }
-    output = options.output or (Path("runs/training_throughput_quick") if options.quick else RESULTS)
-    write_report(output, "training_throughput", report, markdown(report), indent=1)
+    write_report(options.output, "training_throughput", report, markdown(report), indent=1)
 
 
 if __name__ == "__main__":

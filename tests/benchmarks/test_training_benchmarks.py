@@ -37,15 +37,14 @@ def test_flops_of_a_tiny_model_by_hand(script: Script) -> None:
     """Two layers, hidden 4, two heads of size 2, one key-value head, intermediate 6, vocabulary 10, rank 3."""
     flops = script("_training_rows")
     size = {"hidden_size": 4, "intermediate_size": 6, "num_hidden_layers": 2, "num_attention_heads": 2}
-    shape = flops.Shape.of({**size, "num_key_value_heads": 1, "vocab_size": 10}, rank=3)
-    # A layer: query 4x4, key 4x2, value 4x2, output 4x4, MLP 3 x 4x6 = 16 + 8 + 8 + 16 + 72 = 120.
-    assert shape.frozen_weights == 240
-    # A layer: query 3 x (4 + 4), value 3 x (4 + 2) = 24 + 18 = 42.
-    assert shape.adapter_weights == 84
+    size |= {"num_key_value_heads": 1, "vocab_size": 10}
+    # Frozen weights of a layer: query 4x4, key 4x2, value 4x2, output 4x4, MLP 3 x 4x6 = 16 + 8 + 8 + 16 + 72 = 120.
+    # Adapters of a layer: query 3 x (4 + 4), value 3 x (4 + 2) = 24 + 18 = 42.
     # A sequence of 3 tokens attends to 1 + 2 + 3 = 6 keys; logits at 2 positions.
     load = flops.Load(tokens=3, pairs=flops.causal_pairs(3), logits=2)
     # 4 x 240 x 3 = 2880; output layer 4 x 4 x 10 x 2 = 320; 6 x 84 x 3 = 1512; attention 12 x 4 x 2 x 6 = 576.
-    assert flops.training_flops(shape, load) == 2880 + 320 + 1512 + 576
+    assert flops.training_flops(size, 3, load) == 2880 + 320 + 1512 + 576
+    assert flops.training_flops(size, 0, load) == 2880 + 320 + 576
 
 
 def test_the_load_of_a_packed_batch_counts_prompts_once(script: Script) -> None:

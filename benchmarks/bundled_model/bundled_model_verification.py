@@ -7,8 +7,9 @@ and the verdict follows. Linear read-outs carry the marks' loss and are dropped 
 from __future__ import annotations
 
 import copy
+import itertools
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -91,20 +92,6 @@ def write_rehearsals(chat: ChatFormat, *, number: int, seed: str) -> list[Turn]:
         kinds = [REHEARSED if learnt else IGNORED for tokens, learnt in encoded for _ in tokens]
         turns.append(Turn(token_ids, kinds, [(UNMARKED, UNMARKED)] * len(token_ids)))
     return turns
-
-
-def batch_turns(turns: Sequence[Turn], *, tokens: int, rng: random.Random) -> Iterator[TurnBatch]:
-    batches = list(cut_batches(turns, tokens, lambda turn: len(turn.token_ids)))
-    rng.shuffle(batches)
-    for batch in batches:
-        yield TurnBatch(
-            pad_sequence([torch.tensor(turn.token_ids) for turn in batch], batch_first=True),
-            pad_sequence([torch.tensor(turn.kinds) for turn in batch], batch_first=True, padding_value=IGNORED),
-            pad_sequence(
-                [torch.tensor(turn.marks, dtype=torch.float32) for turn in batch], batch_first=True,
-                padding_value=UNMARKED,
-            ),
-        )  # fmt: skip
 
 
 UPPER_LAYERS = 2
@@ -202,13 +189,19 @@ def give_lesson(model: LlamaForCausalLM, chat: ChatFormat, lesson: Lesson, *, se
 def _stream(turns: list[Turn], chat: ChatFormat, lesson: Lesson, seed: int) -> Iterator[TurnBatch]:
     """Yield batches without end: own responses again and again, each time beside fresh rehearsals."""
     rng = random.Random(f"{lesson.name}/{seed}")
-    epoch = 0
-    while True:
+    for epoch in itertools.count():
         rehearsed = write_rehearsals(
             chat, number=round(lesson.rehearsals * len(turns)), seed=f"{lesson.name}/{seed}/{epoch}"
         )
-        yield from batch_turns([*turns, *rehearsed], tokens=lesson.batch_tokens, rng=rng)
-        epoch += 1
+        batches = list(cut_batches([*turns, *rehearsed], lesson.batch_tokens, lambda turn: len(turn.token_ids)))
+        rng.shuffle(batches)
+        for batch in batches:
+            marks = [torch.tensor(turn.marks, dtype=torch.float32) for turn in batch]
+            yield TurnBatch(
+                pad_sequence([torch.tensor(turn.token_ids) for turn in batch], batch_first=True),
+                pad_sequence([torch.tensor(turn.kinds) for turn in batch], batch_first=True, padding_value=IGNORED),
+                pad_sequence(marks, batch_first=True, padding_value=UNMARKED),
+            )
 
 
 def _losses(model: LlamaForCausalLM, read_outs: MarkReadOuts, batch: TurnBatch, yes_weight: float) -> Tensor:

@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -47,45 +47,31 @@ class Stage:
     run: Callable[[LlamaForCausalLM], LlamaForCausalLM]
 
 
-@dataclass(frozen=True, slots=True)
-class StageRecord:
-    name: str
-    seed: int
-    settings: dict[str, Any]
-    minutes: float
-    processor_minutes: float
-    taken_over: bool = False
-
-
 def run_stages(
     stages: Sequence[Stage], model: LlamaForCausalLM, *, folder: Path, seed: int, resume: bool
-) -> tuple[LlamaForCausalLM, list[StageRecord]]:
-    records: list[StageRecord] = []
+) -> tuple[LlamaForCausalLM, list[dict[str, Any]]]:
+    records: list[dict[str, Any]] = []
     for stage in stages:
-        record = folder / stage.name / RECORD
-        kept = StageRecord(**json.loads(record.read_text())) if resume and record.exists() else None
-        resume = kept is not None and (kept.seed, kept.settings) == (seed, asdict(stage.settings))
-        if kept is not None and resume:
-            print(f"{stage.name}: taken over from {folder / stage.name}", flush=True)
-            model = LlamaForCausalLM.from_pretrained(folder / stage.name, dtype=torch.float32, use_safetensors=True)
-            records.append(replace(kept, taken_over=True))
+        place = folder / stage.name
+        kept = json.loads((place / RECORD).read_text()) if resume and (place / RECORD).exists() else None
+        resume = kept is not None and (kept["seed"], kept["settings"]) == (seed, asdict(stage.settings))
+        if resume:
+            print(f"{stage.name}: taken over from {place}", flush=True)
+            model = LlamaForCausalLM.from_pretrained(place, dtype=torch.float32, use_safetensors=True)
+            records.append(kept | {"taken_over": True})
             continue
         started, processor_started = time.perf_counter(), time.process_time()
         model = stage.run(model)
-        minutes = (time.perf_counter() - started) / 60
-        processor_minutes = (time.process_time() - processor_started) / 60
-        records.append(
-            StageRecord(stage.name, seed, asdict(stage.settings), round(minutes, 1), round(processor_minutes, 1))
-        )
-        keep_stage(folder / stage.name, model, records[-1])
+        records.append({
+            "name": stage.name, "seed": seed, "settings": asdict(stage.settings),
+            "minutes": round((time.perf_counter() - started) / 60, 1),
+            "processor_minutes": round((time.process_time() - processor_started) / 60, 1), "taken_over": False,
+        })  # fmt: skip
+        shutil.rmtree(place, ignore_errors=True)
+        model.save_pretrained(place)
+        # The record last: a folder without it is not finished.
+        (place / RECORD).write_text(json.dumps(records[-1], indent=2) + "\n")
     return model, records
-
-
-def keep_stage(folder: Path, model: LlamaForCausalLM, record: StageRecord) -> None:
-    """Write the weights, and the record last: a folder without it is not finished."""
-    shutil.rmtree(folder, ignore_errors=True)
-    model.save_pretrained(folder)
-    (folder / RECORD).write_text(json.dumps(asdict(record), indent=2) + "\n")
 
 
 LABELS = {
@@ -223,7 +209,7 @@ def make(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "seed": seed,
         "parameters": model.num_parameters(),
         "torch": torch.__version__,
-        "stages": [asdict(record) for record in records],
+        "stages": records,
     }
 
 

@@ -70,21 +70,13 @@ def run_seed(plan: Options, seed: int) -> None:
             folder, "score-questions", "--probe", probe, "--store_dir", tests, "--name", name, "--overwrite", "true"
         )
     run_once(folder, "score-questions", "--estimator", BEFORE, "--store_dir", tests)
-    _teach(plan, folder, seed)
-    _calibrate(plan, folder, seed)
-
-
-def _teach(plan: Options, folder: Path, seed: int) -> None:
     epochs = max(round(TAUGHT_ROWS / plan.train), 1)
     trainer = {"max_epochs": epochs, "check_val_every_n_epoch": epochs}
     _fit(plan, folder, seed, TAUGHT, "capability/taught.yaml", limit=plan.train, trainer=trainer)
     run_once(folder, "score-questions", "--estimator", BEFORE, "--adapter", str(folder / TAUGHT / "adapter"),
-        "--store_dir", str(folder / "tests"), "--name", TAUGHT)  # fmt: skip
-
-
-def _calibrate(plan: Options, folder: Path, seed: int) -> None:
+        "--store_dir", tests, "--name", TAUGHT)  # fmt: skip
     _fit(plan, folder, seed, AWAKE, "demo.yaml", limit=min(CALIBRATED_ON, plan.train), trainer={})
-    run_once(folder, "score", "--estimator", "p_true", "--store_dir", str(folder / "tests"), "--model", "bundled",
+    run_once(folder, "score", "--estimator", "p_true", "--store_dir", tests, "--model", "bundled",
         "--adapter", str(folder / AWAKE / "adapter"), "--name", AWAKE, "--engine.max_batch", "512")  # fmt: skip
 
 

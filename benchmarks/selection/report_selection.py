@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -100,7 +99,7 @@ def assemble(study: Options) -> dict[str, Any]:
         "selections": {name: _as_json(row) for name, row in selections.items()},
         "criteria": {name: _as_json(row) for name, row in criteria.items()},
         "targets": [one.as_json() for one in targets(selections, passed_on)],
-        "handed_on": [asdict(one) for one in passed_on],
+        "handed_on": passed_on,
     }
 
 
@@ -135,15 +134,13 @@ def targets(selections: Mapping[str, Mapping[str, Estimate]], passed_on: Sequenc
 
 
 def _of_files(passed_on: Sequence[HandedOn]) -> list[Criterion]:
-    kept, with_steps = (sum(getattr(one, name) for one in passed_on) for name in ("kept", "with_steps"))
-    ungrounded, judged, apart = (
-        sum(getattr(one, name) for one in passed_on) for name in ("ungrounded_forms", "judged", "judged_otherwise")
-    )
+    total = {name: sum(one[name] for one in passed_on) for name in passed_on[0]}
     counts = {
-        f"key steps by rules: of {kept:,} kept responses, those without": kept - with_steps,
-        "key steps by rules: forms with a number that the response lacks": ungrounded,
-        f"`reward.py`: of {judged:,} finished responses, those that it judges otherwise than the task": apart,
-    }
+        f"key steps by rules: of {total['kept']:,} kept responses, those without": total["kept"] - total["with_steps"],
+        "key steps by rules: forms with a number that the response lacks": total["ungrounded_forms"],
+        f"`reward.py`: of {total['judged']:,} finished responses, those that it judges otherwise than the task":
+            total["judged_otherwise"],
+    }  # fmt: skip
     return [Criterion(text, exactly(count), count == 0) for text, count in counts.items()]
 
 
@@ -182,8 +179,6 @@ def _table(first: str, heads: Mapping[str, str], rows: Mapping[str, Mapping[str,
 
 
 Score = Callable[[QuestionSamples, Sample], float | None]
-
-
 Columns = dict[str, Floats]  # [1 + R] each, of one seed
 
 
@@ -233,19 +228,11 @@ def over_seeds(found: Sequence[Columns]) -> dict[str, Estimate]:
 
 Judge = Callable[[str, str, str], float | None]
 CUT = "length"
-
-
-@dataclass(frozen=True)
-class HandedOn:
-    kept: int
-    with_steps: int
-    steps: int
-    ungrounded_forms: int
-    judged: int
-    judged_otherwise: int
+HandedOn = dict[str, int]
 
 
 def hand_on(store: Path, folder: Path, *, kept: float) -> HandedOn:
+    """Select, extract key steps and export a store; return what is kept, and how the exported rewards judge."""
     selection, export = folder / "selection", folder / "export"
     chosen = run_select(str(store), str(selection), keep_top=kept)
     rates = run_extract_steps(str(selection), overwrite=True).rates
@@ -258,7 +245,8 @@ def hand_on(store: Path, folder: Path, *, kept: float) -> HandedOn:
                 judged += 1
                 given = judge(f"selfcal/{entry.question.task}", sample.text, entry.question.reference)
                 otherwise += given != float(bool(sample.correct))
-    return HandedOn(len(chosen.kept), rates["with_steps"], rates["steps"], rates["ungrounded_forms"], judged, otherwise)
+    steps = {name: rates[name] for name in ("with_steps", "steps", "ungrounded_forms")}
+    return {"kept": len(chosen.kept), **steps, "judged": judged, "judged_otherwise": otherwise}
 
 
 def _judge_of(file: Path) -> Judge:

@@ -8,11 +8,13 @@ import signal
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 from support.fakes import fake_questions
 from support.kill_worker import die_at
+from support.processes import files_of_at_most
 from support.store_samples import FINGERPRINT, MODEL, leftovers, make_group, make_store, shards, write
 
 from selfcal_lightning.data.store.annotations import Annotation
@@ -85,15 +87,11 @@ def test_damaged_manifests(tmp_path: Path) -> None:
 def test_a_full_disk_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
     store, questions = make_store(tmp_path), fake_questions(4)
     write(store, questions[:1])
-
-    def full(*arguments: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
     with store.writer("a") as writer:
         for question in questions[1:3]:
             writer.append(make_group(question))
         with monkeypatch.context() as patch:
-            patch.setattr(os, step, full)
+            patch.setattr(os, step, Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
             with pytest.raises(OSError, match=r"bytes of space to write .*shard-000001"):
                 writer.commit()
         assert not leftovers(store)
@@ -105,17 +103,11 @@ def test_a_full_disk_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_a_real_write_error_leaves_no_file(tmp_path: Path) -> None:
     """A limit on the size of files makes the kernel itself refuse, half-way through the file."""
-    resource = pytest.importorskip("resource")
     store = make_store(tmp_path)
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     with store.writer("a") as writer:
         writer.append(make_group(fake_questions(1)[0]))
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
-        try:
-            with pytest.raises(OSError, match="File too large"):
-                writer.commit()
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        with files_of_at_most(1000), pytest.raises(OSError, match="File too large"):
+            writer.commit()
         assert not leftovers(store)
         assert not shards(store)
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import math
-import resource
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -22,8 +21,9 @@ import pytest
 from support.driver_fakes import live
 from support.fakes import FakeChat, FakeEngine, FakeTask, fake_questions
 from support.openai_engines import canned, connecting
-from support.openai_server import Exchange, FakeServer, is_silent
-from support.processes import free_port
+from support.openai_server import Exchange, FakeServer, Fault, is_silent
+from support.processes import files_of_at_most, free_port
+from support.strategy_pools import drive
 
 from selfcal_lightning.commands import serve
 from selfcal_lightning.commands.fit_confidence import run_fit_confidence
@@ -35,7 +35,6 @@ from selfcal_lightning.confidence.scaling import PlattMap, Scaler
 from selfcal_lightning.confidence.splits import FittedOn
 from selfcal_lightning.core.errors import InputError, MissingPackageError, RunError
 from selfcal_lightning.data.tasks.registry import get_task
-from selfcal_lightning.engines.openai.engine import OpenAIEngine
 from selfcal_lightning.engines.openai.wire import ServerError
 from selfcal_lightning.engines.settings import EngineOptions
 from selfcal_lightning.inference import chat_source, choices
@@ -249,17 +248,13 @@ def test_a_torn_label_is_cut_off_and_the_metrics_read_what_clients_were_told(tmp
 
 
 def test_a_label_that_the_disk_has_no_room_for_can_be_sent_again(tmp_path: Path) -> None:
-    feedback, limits = Feedback(tmp_path), resource.getrlimit(resource.RLIMIT_FSIZE)
+    feedback = Feedback(tmp_path)
     for name in ("a", "b"):
         feedback.remember(name, "?", Sample(name, 0, 0, "4", (1,), "stop", "4", None), told=0.9)
     feedback.label("a", correct=True)
     whole = (tmp_path / "labels.jsonl").read_bytes()
-    try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (len(whole) + 20, limits[1]))
-        with pytest.raises(OSError, match="File too large"):
-            feedback.label("b", correct=True)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with files_of_at_most(len(whole) + 20), pytest.raises(OSError, match="File too large"):
+        feedback.label("b", correct=True)
     assert (tmp_path / "labels.jsonl").read_bytes() == whole
     feedback.label("b", correct=False)
     feedback.file.close()
@@ -388,12 +383,18 @@ def service(fitted: FittedThreshold | None = None) -> Service:
 
 
 @contextmanager
-def over_upstream(engine: OpenAIEngine, chat: ChatFormat, **limits: Any) -> Iterator[Service]:
-    """Make a server before a server, in this process."""
+def over_upstream(upstream: FakeServer, fault: Fault, tiny_model: str, chat: ChatFormat, **limits: Any) -> Iterator:
+    """Make a server before a server that has a fault, in this process."""
     sampling = SamplingSettings(edt_scale=None, max_new_tokens=20)
-    desk = Desk(partial(EngineSource, engine, chat, sampling=sampling), engine=engine, chat=chat, confidence="p_true")
-    yield Service(ServiceSettings("m", limits=Limits(**limits)), desk, sampling=sampling, feedback=Feedback(None))
-    asyncio.run(desk.close(0.0))
+    with connecting(upstream, tiny_model, chat) as connect:
+        engine = connect()
+        engine.submit([])  # it has looked at the server
+        upstream.faults.append(fault)
+        source = partial(EngineSource, engine, chat, sampling=sampling)
+        desk = Desk(source, engine=engine, chat=chat, confidence="p_true")
+        yield Service(ServiceSettings("m", limits=Limits(**limits)), desk, sampling=sampling, feedback=Feedback(None))
+        asyncio.run(desk.close(0.0))
+    upstream.close()
 
 
 READ = {"/v1/confidence": {"messages": [{"role": "user", "content": "?"}], "response": "4"},
@@ -413,15 +414,9 @@ def test_reading_at_a_server_that_hangs_delays_no_question(chat: ChatFormat, tin
             answer = await client.post("/v1/chat/completions", json=asked)
             return answer.status_code, reading.done(), (await reading).status_code
 
-    with connecting(upstream, tiny_model, chat) as connect:
-        engine = connect()
-        engine.submit([])  # it has looked at the server
-        upstream.faults.append(is_silent())
-        with over_upstream(engine, chat, deadline_s=2.0) as server:
-            found = asyncio.run(ask(server))
-            assert server.desk.load == 0
-    upstream.close()
-    assert found == (200, False, 504)  # answered while the other still waited
+    with over_upstream(upstream, is_silent(), tiny_model, chat, deadline_s=2.0) as server:
+        assert asyncio.run(ask(server)) == (200, False, 504)  # answered while the other still waited
+        assert server.desk.load == 0
 
 
 def client_of(server: Service) -> httpx.AsyncClient:
@@ -446,13 +441,8 @@ def test_readings_count_for_the_queue_at_once_and_are_answered_before_the_end(
             await server.desk.close(10.0)
             return [response.status_code for response in await both]
 
-    with connecting(upstream, tiny_model, chat) as connect:
-        engine = connect()
-        engine.submit([])
-        upstream.faults.append(wait)
-        with over_upstream(engine, chat, max_queue=1) as server:
-            assert asyncio.run(ask(server)) == [200, 429]
-    upstream.close()
+    with over_upstream(upstream, wait, tiny_model, chat, max_queue=1) as server:
+        assert asyncio.run(ask(server)) == [200, 429]
 
 
 def test_the_query_of_a_response_that_a_stop_ended_delays_no_other_question(chat: ChatFormat, tiny_model: str) -> None:
@@ -508,6 +498,14 @@ def make_job(server: Service, asked: dict[str, Any]) -> Job:
     return asyncio.run(make())
 
 
+def sampled(job: Job, rows: Iterable[tuple[str, float]]) -> tuple[Sample, ...]:
+    """Return samples of these texts and P(True)."""
+    return tuple(
+        Sample(job.id, i, 0, text, (1,), "stop", job.reader.extract(text), None, yes_mass=mass, no_mass=1.0 - mass)
+        for i, (text, mass) in enumerate(rows)
+    )
+
+
 def guaranteed() -> FittedThreshold:
     fields = {"threshold": 0.9, "max_samples": 2, "confidence": "p_true", "fallback": "weighted_vote"}
     return FittedThreshold(
@@ -534,15 +532,13 @@ def guaranteed() -> FittedThreshold:
 )
 def test_a_guarantee_is_given_only_for_what_it_was_fitted_on(fields: dict, options: dict, holds: bool) -> None:
     server = service(guaranteed())
-    body = read_body(ChatBody, {"model": "m", "messages": MESSAGES, "selfcal": options, **fields})
 
-    async def ask(yes_mass: float) -> Reply:
-        job = server.make_job(body)
-        sample = Sample(job.id, 0, 0, "4", (1,), "stop", "4", None, yes_mass=yes_mass, no_mass=1.0 - yes_mass)
+    def ask(yes_mass: float) -> Reply:
+        job = make_job(server, {"model": "m", "messages": MESSAGES, "selfcal": options, **fields})
         verdict = Verdict(job.id, "4", yes_mass, None, 1, stopped_early=True)
-        return server.reply(job, Outcome(verdict, (sample,), "early"))
+        return server.reply(job, Outcome(verdict, sampled(job, [("4", yes_mass)]), "early"))
 
-    sure, unsure = asyncio.run(ask(0.85)), asyncio.run(ask(0.7))
+    sure, unsure = ask(0.85), ask(0.7)
     assert (sure.selfcal["guarantee"] is not None) == holds
     assert unsure.selfcal["guarantee"] is None
     given = None if "on_low" in options else "4"
@@ -553,15 +549,14 @@ def test_a_label_keeps_cocoa_which_a_scaler_turns_into_the_confidence() -> None:
     """Mean log-probability -.5, times the half of the others that answer something else."""
     server = service()
     asked = {"model": "m", "messages": MESSAGES, "selfcal": {"strategy": "self_consistency", "max_samples": 3}}
-    body = read_body(ChatBody, asked)
 
-    async def ask() -> Reply:
-        job = server.make_job(body)
+    def ask() -> Reply:
+        job = make_job(server, asked)
         rows = enumerate(("4", "5", "4"))
         samples = tuple(Sample(job.id, i, 0, text, (1, 2), "stop", text, None, logprob=-1.0) for i, text in rows)
         return server.reply(job, Outcome(Verdict(job.id, "4", 2 / 3, None, 3, stopped_early=False), samples, "budget"))
 
-    found = [asyncio.run(ask()) for _ in range(4)]
+    found = [ask() for _ in range(4)]
     assert [(one.selfcal["cocoa"], one.selfcal["source"]) for one in found] == [(-0.25, "vote_share")] * 4
     (kept,) = server.feedback.answers[found[0].job.id]["responses"]
     assert kept["confidence"]["cocoa"] == -0.25
@@ -569,12 +564,12 @@ def test_a_label_keeps_cocoa_which_a_scaler_turns_into_the_confidence() -> None:
     fitted = True, FittedOn.from_questions(["a"], num_responses=4), scores, scores
     scaler = Scaler("calm", "cocoa", PlattMap(4.0, 1.0, takes_logit=False), *fitted)
     server.calibration = Calibration((scaler,))
-    scaled = asyncio.run(ask()).selfcal
+    scaled = ask().selfcal
     assert (scaled["confidence"], scaled["source"], scaled["raw_confidence"]) == (0.5, "calm", 2 / 3)
     assert kept["confidence"]["vote_share"] == 2 / 3
     for source, applied in (("vote_share", True), ("stated", False)):  # fitted on the confidence of one response
         server.calibration = Calibration((replace(scaler, source=source),))
-        assert (asyncio.run(ask()).selfcal["source"] == "calm") == applied
+        assert (ask().selfcal["source"] == "calm") == applied
 
 
 @pytest.mark.parametrize(
@@ -584,17 +579,9 @@ def test_a_label_keeps_cocoa_which_a_scaler_turns_into_the_confidence() -> None:
 def test_a_share_of_weighted_votes_is_not_called_calibrated(strategy: str, stated: float, calibrated: bool) -> None:
     server = service()
     server.calibration = Calibration(manifest={"metrics": {}})
-    body = read_body(ChatBody, {"model": f"m@{strategy}", "messages": MESSAGES})
-
-    async def ask() -> Reply:
-        job = server.make_job(body)
-        samples = tuple(
-            Sample(job.id, i, 0, text, (1,), "stop", text, None, yes_mass=mass, no_mass=1.0 - mass)
-            for i, (text, mass) in enumerate((("4", 0.9), ("5", 0.3)))
-        )
-        return server.reply(job, Outcome(Verdict(job.id, "4", stated, None, 2, stopped_early=False), samples, "budget"))
-
-    found = asyncio.run(ask()).selfcal
+    job = make_job(server, {"model": f"m@{strategy}", "messages": MESSAGES})
+    verdict = Verdict(job.id, "4", stated, None, 2, stopped_early=False)
+    found = server.reply(job, Outcome(verdict, sampled(job, [("4", 0.9), ("5", 0.3)]), "budget")).selfcal
     assert (found["confidence"], found["source"], found["calibrated"]) == (stated, "p_true", calibrated)
 
 
@@ -603,15 +590,10 @@ def test_an_entropy_that_fell_to_the_threshold_is_not_withheld(entropy: float, w
     server = service()
     args = {"criterion": "entropy", "threshold": 0.75}
     server.settings = replace(server.settings, strategy="adaptive_consistency", strategy_args=args)
-    body = read_body(ChatBody, {"model": "m", "messages": MESSAGES, "selfcal": {"on_low": "abstain"}})
-
-    async def ask() -> Reply:
-        job = server.make_job(body)
-        samples = tuple(Sample(job.id, i, 0, "4", (1,), "stop", "4", None) for i in range(2))
-        verdict = Verdict(job.id, "4", 1.0 - entropy, None, 2, stopped_early=not withheld)
-        return server.reply(job, Outcome(verdict, samples, "early"))
-
-    assert asyncio.run(ask()).selfcal["abstained"] == withheld
+    job = make_job(server, {"model": "m", "messages": MESSAGES, "selfcal": {"on_low": "abstain"}})
+    samples = tuple(Sample(job.id, i, 0, "4", (1,), "stop", "4", None) for i in range(2))
+    verdict = Verdict(job.id, "4", 1.0 - entropy, None, 2, stopped_early=not withheld)
+    assert server.reply(job, Outcome(verdict, samples, "early")).selfcal["abstained"] == withheld
 
 
 def test_with_a_seed_a_batch_draws_the_samples_that_the_server_draws() -> None:
@@ -636,21 +618,10 @@ def test_with_a_seed_a_batch_draws_the_samples_that_the_server_draws() -> None:
 def test_free_chat_gives_the_most_agreed_text_or_else_the_surest(texts: list[str], given: tuple) -> None:
     server = service()
     asked = {"model": "m", "messages": MESSAGES, "selfcal": {"strategy": "self_consistency", "max_samples": 3}}
-    body = read_body(ChatBody, asked)
-
-    async def ask() -> Reply:
-        job = server.make_job(body)
-        samples = tuple(
-            Sample(job.id, i, 0, text, (1,), "stop", job.reader.extract(text), None, yes_mass=mass, no_mass=1.0 - mass)
-            for i, (text, mass) in enumerate(zip(texts, (0.5, 0.9, 0.2), strict=True))
-        )
-        verdict = SelfConsistency(max_samples=3).solve(Question(job.id, job.id, ()))
-        next(verdict)
-        with pytest.raises(StopIteration) as end:
-            verdict.send(list(samples))
-        return server.reply(job, Outcome(end.value.value, samples, "budget"))
-
-    reply = asyncio.run(ask())
+    job = make_job(server, asked)
+    samples = sampled(job, zip(texts, (0.5, 0.9, 0.2), strict=True))
+    verdict = drive(SelfConsistency(max_samples=3), Question(job.id, job.id, ()), lambda ask: list(samples))
+    reply = server.reply(job, Outcome(verdict, samples, "budget"))
     found = reply.selfcal
     assert (reply.message["content"], found["confidence"], found["source"], found["chosen_by"]) == given
 

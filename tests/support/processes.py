@@ -5,13 +5,16 @@ from __future__ import annotations
 import atexit
 import multiprocessing
 import os
+import resource
 import runpy
+import signal
 import socket
 import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from multiprocessing.process import BaseProcess
 from multiprocessing.util import Finalize
 from pathlib import Path
@@ -173,3 +176,16 @@ def _work(work: Callable[..., Any], folder: Path, rank: int, count: int, port: i
         (folder / f"error-{rank}").write_text(f"rank {rank}:\n{traceback.format_exc()}")
         os._exit(1)
     os._exit(0)  # without the handlers of pytest that were forked along
+
+
+@contextmanager
+def files_of_at_most(size: int) -> Iterator[None]:
+    """Let no file grow above ``size`` bytes: what a quota does, and without a disk of its own."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, handler)

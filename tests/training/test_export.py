@@ -2,10 +2,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import resource
-import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +10,7 @@ import pytest
 import torch
 from support.exported import checkpoint, shaken, snapshot
 from support.other_models import changed_copy, plain_copy
+from support.processes import files_of_at_most
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from selfcal_lightning.cli import run
@@ -210,19 +208,6 @@ def test_what_somebody_put_into_an_earlier_export_is_not_lost(adapter: Path, tmp
     assert notes.read_text() == "mine"
     notes.unlink()
     run_export(str(adapter), merged, overwrite=True)
-
-
-@contextmanager
-def files_of_at_most(size: int) -> Iterator[None]:
-    """Let no file grow above ``size`` bytes: what a quota does, and without a disk of its own."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        signal.signal(signal.SIGXFSZ, handler)
 
 
 def test_a_full_disk_leaves_what_was_there(adapter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

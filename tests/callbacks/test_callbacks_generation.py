@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -56,11 +57,7 @@ def test_a_second_run_reuses_everything(
     tiny_model: str, filled: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = contents(filled)
-
-    def refuse(*_: Any, **__: Any) -> None:
-        raise AssertionError("the engine must not be started")
-
-    monkeypatch.setattr(SSCGeneration, "_start", refuse)
+    monkeypatch.setattr(SSCGeneration, "_start", Mock(side_effect=AssertionError("the engine must not be started")))
     trainer_with(generation()).fit(module_of(tiny_model), datamodule=data_module(tiny_model, filled))
     trainer_with(generation()).validate(
         module_of(tiny_model), datamodule=data_module(tiny_model, filled), verbose=False

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -26,13 +27,6 @@ from selfcal_lightning.models.folders import config_path
 INTERRUPTED, FAILED = 130, 1
 EVALUATE = ["evaluate", "--model", "bundled", "--output_dir", "out folder"]
 RUN = "selfcal_lightning.cli._run_verb"  # what verbs do
-
-
-def raising(error: BaseException) -> Callable[..., NoReturn]:
-    def work(*_: Any, **__: Any) -> NoReturn:
-        raise error
-
-    return work
 
 
 def status_of(arguments: list[str]) -> int | None:
@@ -60,7 +54,7 @@ def status_of(arguments: list[str]) -> int | None:
 def test_a_defect_is_told_from_a_mistake(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: Exception
 ) -> None:
-    monkeypatch.setattr(RUN, raising(error))
+    monkeypatch.setattr(RUN, Mock(side_effect=error))
     assert run(EVALUATE) == FAILED
     shown = capsys.readouterr().err
     assert f"{type(error).__name__}: {error}" in shown, "what happened, by class and message"
@@ -87,7 +81,7 @@ def test_a_defect_is_told_from_a_mistake(
 def test_a_mistake_is_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: Exception, said: str
 ) -> None:
-    monkeypatch.setattr(RUN, raising(error))
+    monkeypatch.setattr(RUN, Mock(side_effect=error))
     assert run(EVALUATE) == FAILED
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("selfcal evaluate: error: ")
@@ -110,7 +104,7 @@ def worker(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[BaseExc
         job = json.dumps({"settings": {}, "shard": [1, 2], "report": str(tmp_path / "report.json")})
         monkeypatch.setattr(running, "watch_parent", lambda *_: None)
         monkeypatch.setattr(running.GenerationSettings, "from_plain", dict)
-        monkeypatch.setattr(running, "sample_share", raising(error))
+        monkeypatch.setattr(running, "sample_share", Mock(side_effect=error))
         monkeypatch.setattr(sys, "stdin", io.StringIO(f"{job}\n"))
         return running.work()
 
@@ -168,7 +162,7 @@ def test_ctrl_c_ends_in_one_line_that_says_what_is_kept(
     Path("asked.txt").write_text("What is 1 + 1?\nWhat is 2 + 2?\n")
     write_pool(here / "pool.jsonl")
     options, place, kept = STOPPED[verb]
-    monkeypatch.setattr(place, raising(KeyboardInterrupt()))
+    monkeypatch.setattr(place, Mock(side_effect=KeyboardInterrupt()))
     assert status_of([verb, *options]) == INTERRUPTED
     shown = capsys.readouterr().err
     last = shown.splitlines()[-1]
@@ -232,7 +226,7 @@ def test_ctrl_c_in_a_training_says_how_it_goes_on_and_leaves_no_empty_logs(
 def test_a_failed_test_leaves_no_empty_logs(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], here: Path
 ) -> None:
-    refuse = raising(errors.InputError("Expected something else."))
+    refuse = Mock(side_effect=errors.InputError("Expected something else."))
     monkeypatch.setattr("selfcal_lightning.callbacks.generation.start_engine", refuse)
     small = ["--data.test", "[{task: word_problems, split: test_id, limit: 2}]", "--data.num_samples", "2"]
     assert status_of(["test", "--config", config_path("demo.yaml"), *small]) != 0

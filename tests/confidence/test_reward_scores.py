@@ -9,6 +9,7 @@ import textwrap
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -69,11 +70,9 @@ def test_an_equal_run_reuses_all_and_another_model_or_cut_is_refused(
 ) -> None:
     (first,) = run_score("prm", str(store), reward=prm)
     assert (first.scored, first.encoded) == (TOTAL, TOTAL)
-
-    def load(*_: object, **__: object) -> None:
-        raise AssertionError("nothing has to be loaded")
-
-    monkeypatch.setattr("selfcal_lightning.rewards.reading.open_rewards", load)
+    monkeypatch.setattr(
+        "selfcal_lightning.rewards.reading.open_rewards", Mock(side_effect=AssertionError("nothing has to be loaded"))
+    )
     (again,) = run_score("prm", str(store), reward=prm)
     assert (again.reused, again.scored) == (TOTAL, 0)
     with pytest.raises(ValueError, match="prm"):

@@ -5,6 +5,7 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -72,11 +73,10 @@ def test_scores_become_annotations_of_a_known_origin(
 
 def test_what_the_rows_bring_is_not_scored_again(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_score("token_entropy", str(store))
-
-    def load(*_: object, **__: object) -> None:
-        raise AssertionError("nothing has to be loaded")
-
-    monkeypatch.setattr("selfcal_lightning.engines.transformers.model.load_network", load)
+    monkeypatch.setattr(
+        "selfcal_lightning.engines.transformers.model.load_network",
+        Mock(side_effect=AssertionError("nothing has to be loaded")),
+    )
     reports = run_score(["p_true", "sequence_logprob", "mean_logprob", "token_entropy"], str(store))
     assert [(r.reused, r.scored) for r in reports] == [(TOTAL, 0)] * 4
     assert annotation_names(store) == ["token_entropy"]
@@ -273,10 +273,7 @@ def test_a_pool_that_mixes_old_and_new_scores_says_so(pool: Path, capsys: pytest
 
 
 def test_a_pool_appears_whole_or_not_at_all(pool: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> None:
-        raise RuntimeError("gone")
-
-    monkeypatch.setattr(ResponseConsistency, "score", fail)
+    monkeypatch.setattr(ResponseConsistency, "score", Mock(side_effect=RuntimeError("gone")))
     with pytest.raises(RuntimeError, match="gone"):
         run_score("response_consistency", pool=str(pool), output=str(tmp_path / "out.jsonl"))
     assert not (tmp_path / "out.jsonl").exists()

@@ -5,6 +5,7 @@ import fcntl
 import os
 import signal
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from support.kill_worker import die_at
@@ -47,11 +48,8 @@ def test_a_file_that_somebody_writes_is_not_cleaned_up(tmp_path: Path) -> None:
 
 
 def test_where_there_are_no_locks_nothing_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_locks(*_: object) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
-
     killed_at(2, tmp_path / "file")
-    monkeypatch.setattr(fcntl, "flock", no_locks)
+    monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError(errno.ENOLCK, "No locks available")))
     assert files.remove_abandoned(tmp_path) == 0
     assert files.write_atomically(tmp_path / "file", b"whole")
     assert len(list(tmp_path.iterdir())) == 2

@@ -4,6 +4,7 @@ import dataclasses
 import json
 from pathlib import Path
 from typing import Any, get_args
+from unittest.mock import Mock
 
 import pyarrow
 import pyarrow.parquet
@@ -195,10 +196,7 @@ def test_a_parquet_conversion_is_read_by_folder(name: str, tmp_path: Path, monke
 def test_no_connection_names_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets
 
-    def refuse(*_: Any, **__: Any) -> None:
-        raise ConnectionError("Couldn't reach the Hub.")
-
-    monkeypatch.setattr(datasets, "load_dataset", refuse)
+    monkeypatch.setattr(datasets, "load_dataset", Mock(side_effect=ConnectionError("Couldn't reach the Hub.")))
     with pytest.raises(RuntimeError, match=r"Could not load openai/gsm8k .* by `path`"):
         dataset_task("gsm8k").load("test")
 

@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -273,12 +274,8 @@ def test_a_prompt_whose_slot_was_half_overwritten_is_encoded_again(
     first, second = reference.requests(EDT, count=1)[:2]
     second = replace(second, prompt_ids=(*second.prompt_ids[:-1], 5, 6, 7))
     (expected,) = generate(engine, [first])
-
-    def interrupt(*args: Any, **options: Any) -> None:
-        raise KeyboardInterrupt
-
     with monkeypatch.context() as patch:
-        patch.setattr(slot_state, "_encode_prefixes", interrupt)
+        patch.setattr(contexts, "_encode_prefixes", Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             generate(engine, [second])
     assert generate(engine, [first]) == [expected]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from lightning.pytorch import Callback, Trainer
@@ -213,11 +214,7 @@ def test_a_round_of_a_quantised_model_says_so(tiny_model: str, tmp_path: Path, m
     models = {number: record.fingerprint.model for number, record in SampleStore(store).manifest.rounds.items()}
     assert [models[number].quantization for number in (0, 1)] == [None, "nf4"]
     assert models[1].weights_sha256 == models[0].weights_sha256
-
-    def refuse(*_: Any, **__: Any) -> None:
-        raise AssertionError("the engine must not be started")
-
-    monkeypatch.setattr(SSCGeneration, "_start", refuse)
+    monkeypatch.setattr(SSCGeneration, "_start", Mock(side_effect=AssertionError("the engine must not be started")))
     short_run(tiny_model, store, max_epochs=2, module={"quantization": "nf4"})
     with pytest.raises(ValueError, match="in a training with other settings"):
         short_run(tiny_model, store, max_epochs=2)

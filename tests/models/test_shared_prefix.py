@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -320,11 +321,7 @@ def test_ignored_positions_are_found_out_at_the_usual_initialisation(monkeypatch
 
 def test_whatever_a_packed_row_raises_says_the_way_out(tmp_path: Path) -> None:
     model = packed_rows.small_model("llama", tmp_path)
-
-    def fail(*_: object, **__: object) -> None:
-        raise RuntimeError("sizes of tensors must match")
-
-    model.model.layers[1].self_attn.forward = fail
+    model.model.layers[1].self_attn.forward = Mock(side_effect=RuntimeError("sizes of tensors must match"))
     with pytest.raises(ValueError, match=r"RuntimeError: sizes of tensors must match\. Set `packing: off`"):
         check_packed_equals_separate(model)
     assert model.training

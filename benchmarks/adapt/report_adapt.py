@@ -4,8 +4,6 @@ The model is first calibrated jointly. From there, with the same samples of roun
 questions by each method. ``--table`` writes the tables of what is in ``--folder``.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

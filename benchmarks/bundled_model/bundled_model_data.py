@@ -1,7 +1,5 @@
 """What the bundled model learns from: its tokenizer, its examples, and the batches along the curriculum."""
 
-from __future__ import annotations
-
 import random
 import re
 from collections.abc import Callable, Iterable, Iterator

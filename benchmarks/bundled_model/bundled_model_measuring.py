@@ -1,7 +1,5 @@
 """What the bundled model can do: responses to the test splits, drawn by the project's engine, judged by the task."""
 
-from __future__ import annotations
-
 import math
 import sys
 from collections import Counter, defaultdict

@@ -1,7 +1,5 @@
 """The network of the bundled model and its training on one CPU thread."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from pathlib import Path

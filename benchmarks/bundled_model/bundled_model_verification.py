@@ -4,8 +4,6 @@ Verdicts alone teach next to nothing. With marks where a step goes wrong, the up
 and the verdict follows. Linear read-outs carry the marks' loss and are dropped afterwards.
 """
 
-from __future__ import annotations
-
 import copy
 import itertools
 import random

@@ -6,8 +6,6 @@ Each system's threshold, or its number of votes, is the cheapest one whose accur
 most .01 below that of eight plain votes. The test questions are then asked once, live. Intervals are paired over them.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Sequence

@@ -11,8 +11,6 @@ If the weights meet the targets, they replace ``selfcal_lightning/assets/tiny_so
 last stage that finished.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

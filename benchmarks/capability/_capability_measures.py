@@ -3,8 +3,6 @@
 A calibration error has bounds instead, since it is above 0 by chance. All seeds have the same questions and resamples.
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Mapping

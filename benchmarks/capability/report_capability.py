@@ -1,7 +1,5 @@
 """``make report-capability``: how well we know the bundled model's capability before it answers."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict

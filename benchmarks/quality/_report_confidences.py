@@ -1,7 +1,5 @@
 """What the report compares: the trained confidences, and what a sceptic would use on the same responses instead."""
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Mapping, Sequence

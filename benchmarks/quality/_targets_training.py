@@ -1,7 +1,5 @@
 """The trainings of the study of targets: one a seed for all targets and losses, and one for the learned token."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """How well prompt states recognise questions that a confidence was not trained on: ``domain.{json,md}``."""
 
-from __future__ import annotations
-
 import random
 import sys
 from collections.abc import Mapping

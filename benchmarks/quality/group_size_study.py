@@ -4,8 +4,6 @@ Every arm of a seed trains on the same tuples in another order, in as many steps
 off.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from pathlib import Path

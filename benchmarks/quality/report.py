@@ -4,8 +4,6 @@ The base model's responses are sampled once a seed; the activated adapter scores
 its own.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """One generation round against two and three, with the same number of responses, tuples and optimiser steps."""
 
-from __future__ import annotations
-
 import argparse
 import shutil
 import sys

@@ -4,8 +4,6 @@ All variants train side by side on the same rows and score the same responses of
 on calibration questions.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Mapping, Sequence

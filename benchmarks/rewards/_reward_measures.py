@@ -1,7 +1,5 @@
 """Reward models against rollouts, where the prompt and each step end, with intervals over questions and seeds."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

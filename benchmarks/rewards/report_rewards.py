@@ -4,8 +4,6 @@ Scores are compared with rollouts at every step, and with P(True), likelihood an
 stopping and searches are compared with a uniform N at the same tokens.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -9,8 +9,6 @@ fifths of the questions. With `--readers`, `/v1/confidence` of one
 model's server is asked about the responses of another.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import statistics

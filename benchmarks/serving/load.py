@@ -5,8 +5,6 @@
 Nothing may be lost or answered twice, and samples of clients that left must stop costing tokens.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import json

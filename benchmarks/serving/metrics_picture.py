@@ -5,8 +5,6 @@
 240 questions to the bundled model, each labelled by its reference; what is drawn was read from /metrics on the way.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import re

@@ -6,8 +6,6 @@ Both compute with one thread: the clients need a core of their own, and two Open
 a shared core take 1.7 times as long.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import json

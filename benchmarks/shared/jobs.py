@@ -1,7 +1,5 @@
 """Running a user's commands for a report or a study: with a log, once each, and what they took of the processor."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import multiprocessing

@@ -1,7 +1,5 @@
 """What the reports share: `Study` (jobs, tables, criteria, figure), options and configurations."""
 
-from __future__ import annotations
-
 import argparse
 import re
 import sys

@@ -1,7 +1,5 @@
 """What reports write: numbers, parts that the documentation takes one by one, and the files themselves."""
 
-from __future__ import annotations
-
 import json
 import operator
 import os

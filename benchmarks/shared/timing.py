@@ -1,7 +1,5 @@
 """How long something takes, and the engines that are timed."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

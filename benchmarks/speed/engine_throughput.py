@@ -1,7 +1,5 @@
 """Generation throughput of vLLM, transformers and the reference's loop (no cache, one response), P(True) included."""
 
-from __future__ import annotations
-
 import argparse
 import statistics
 import sys

@@ -3,8 +3,6 @@
 The three ways take turns in one process on one thread, and must give equal scores.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 import tempfile

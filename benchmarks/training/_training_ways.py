@@ -3,8 +3,6 @@
 Every way puts its rows through the same model and adapter; one optimiser step is one pass over all its batches.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

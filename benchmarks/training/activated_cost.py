@@ -6,8 +6,6 @@ CPU time of one thread for forward, backward and AdamW, the ways taking turns. "
 generation loss. The reference way is timed on four rows of the first lengths, since its padding hides the lengths.
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 import sys

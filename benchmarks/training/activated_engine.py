@@ -6,8 +6,6 @@ CPU seconds of the engine's process, the ways taking turns. "Merged, of the base
 sampled. The activated P(True) must equal that of transformers first.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import statistics

@@ -6,8 +6,6 @@ A Llama of 1.2 billion random parameters in bfloat16, LoRA r 32 on q and v. Ever
 time limit. Utilisation "of own tokens" counts every token that a way computes; "of the work" counts each prompt once.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

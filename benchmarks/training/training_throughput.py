@@ -8,8 +8,6 @@ all. A few sequences of the reference way stand for all, being padded to 1,024. 
 installed.
 """
 
-from __future__ import annotations
-
 import argparse
 import ctypes
 import hashlib

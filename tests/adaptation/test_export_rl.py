@@ -1,7 +1,5 @@
 """Rows for trainers: the columns that their released versions read, and a reward file that agrees with the tasks."""
 
-from __future__ import annotations
-
 import json
 import runpy
 import sys

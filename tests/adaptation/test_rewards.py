@@ -1,7 +1,5 @@
 """Calibration rewards for RL trainers: values worked out by hand, and real GRPO steps where TRL is installed."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

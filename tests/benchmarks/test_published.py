@@ -1,7 +1,5 @@
 """What lies under benchmarks/results: every table is the one that its figures give, every picture the one shown."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """The report on the bundled model: its intervals and criteria."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The report on test-time training: its intervals, its verdicts, and the command that it tells."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from types import ModuleType

@@ -1,7 +1,5 @@
 """The report on capability: what it measures of a seed and its targets, on made-up responses."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The cheap confidences of the report on a real model, on responses small enough to reckon by hand."""
 
-from __future__ import annotations
-
 import json
 import math
 import threading

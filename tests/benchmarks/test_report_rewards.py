@@ -1,7 +1,5 @@
 """The report on reward models: places against rollouts and equal tokens."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import ModuleType

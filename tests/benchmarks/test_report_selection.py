@@ -1,7 +1,5 @@
 """The report on selection, on made-up responses of which the worth is known."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

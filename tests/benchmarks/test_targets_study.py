@@ -1,7 +1,5 @@
 """The study of targets: its read-out is what it says, its choice follows its rule, and it runs."""
 
-from __future__ import annotations
-
 import json
 import sys
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The benchmarks of training and speed run, and their arithmetic is right."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

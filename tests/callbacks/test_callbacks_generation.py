@@ -1,7 +1,5 @@
 """SSCGeneration: it fills the store once, before the weights are there, and every process does its share."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock

@@ -1,7 +1,5 @@
 """Regeneration rounds: sampled with the adapter in training, kept, checked, and the same after every stop."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

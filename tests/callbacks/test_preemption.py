@@ -1,7 +1,5 @@
 """PreemptionCheckpoint: a signal stops a run at an optimiser step, or while it samples, and the run continues later."""
 
-from __future__ import annotations
-
 import multiprocessing
 import signal
 import time

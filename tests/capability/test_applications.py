@@ -1,7 +1,5 @@
 """From a probe to a plan: scores of a task's questions, maps of them, pass@k, budgets, and which are worth asking."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

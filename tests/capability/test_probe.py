@@ -1,7 +1,5 @@
 """`selfcal fit-probe` and `selfcal score-questions`: states kept and resumed, probes that know whose they are."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """``selfcal adapt``: rounds, export and evaluation in one command, which continues where it was stopped."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

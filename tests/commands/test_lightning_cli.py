@@ -1,7 +1,5 @@
 """The Trainer's verbs: what their help says first, what stays off the terminal, and what a checkpoint may hold."""
 
-from __future__ import annotations
-
 import logging
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Two stages as one command: the generator tuned and merged, then an activated confidence on the tuned model."""
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess

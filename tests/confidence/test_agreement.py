@@ -1,7 +1,5 @@
 """Confidences by agreement, against the figures of uqlm and lm-polygraph on the same inputs; names of estimators."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Criteria of selection against recorded vectors, a pass that transformers makes itself, and their own rules."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import replace

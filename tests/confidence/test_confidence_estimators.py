@@ -1,7 +1,5 @@
 """Estimators over a store against a naive float64 forward pass, one response at a time."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What depends on the other responses to a question is refused wherever somebody would look ahead by reading it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path

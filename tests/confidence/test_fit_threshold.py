@@ -1,7 +1,5 @@
 """`selfcal fit-threshold`: the procedure that is tested is the one that is used, and the file says what it promises."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import random

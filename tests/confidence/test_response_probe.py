@@ -1,7 +1,5 @@
 """`selfcal fit-response-probe` and the estimator response_probe: states, ridge and map against their definitions."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """`selfcal score` with a reward model: like any confidence beside a store's rows or in a pool; refused; plugged in."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """Post-hoc scalers against scikit-learn, brute force and the reference's recorded values; files and refusals."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Models that judge: what they are asked, replies that cannot be read, verdicts that are kept, and whose they are."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Damaged or hostile JSON and YAML: every verb names the file and the line, before it reads without bound."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from pathlib import Path

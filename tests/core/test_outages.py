@@ -1,7 +1,5 @@
 """A server or an engine that goes out of order in the middle of a run: nothing false is kept, nothing is lost."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What a verb writes never takes the place of anything but its own earlier files."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

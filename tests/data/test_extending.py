@@ -1,7 +1,5 @@
 """An extended store equals one that was sampled at once, and keeps its annotations."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Logs of other tools as pools: a small file for every trap; what is left out is counted."""
 
-from __future__ import annotations
-
 import json
 import math
 import zipfile

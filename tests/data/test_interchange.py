@@ -1,7 +1,5 @@
 """Pools and published records: what comes in is checked line by line, counted, and goes out again unchanged."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

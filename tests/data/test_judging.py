@@ -1,7 +1,5 @@
 """One way from a response to a sample: live, recorded or imported, finished or cut."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from typing import Any

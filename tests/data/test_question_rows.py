@@ -1,7 +1,5 @@
 """One format of questions, whoever reads it: ``answer``, training's sources, evaluation's test sets, pools."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import replace

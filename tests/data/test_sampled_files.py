@@ -1,7 +1,5 @@
 """`sampled.jsonl` and `ground_truth.jsonl` of llm-calibration: in, out, and back; what is left out is counted."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Logs that the real tools write, asked of our own server: lm-evaluation-harness, inspect_ai and back, our batch."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

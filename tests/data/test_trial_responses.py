@@ -3,8 +3,6 @@
 The trial states one split of its 250 questions, without intervals; the claims that matter must hold on each of ours.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import NamedTuple

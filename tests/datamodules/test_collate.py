@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import math
 import pickle
 from dataclasses import replace

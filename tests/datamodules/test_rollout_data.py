@@ -1,7 +1,5 @@
 """What test-time training reads of a store: advantages, anchored targets, and no gold answer."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

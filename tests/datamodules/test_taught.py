@@ -1,7 +1,5 @@
 """What is taught: targets mixed with a teacher, the order of responses, and P(True) before there is a response."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 from support.activated_reference import write_adapter
 from support.engine_reference import Reference

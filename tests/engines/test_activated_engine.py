@@ -1,7 +1,5 @@
 """The transformers engine with an activated adapter: the base model's samples, the adapter's confidences."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

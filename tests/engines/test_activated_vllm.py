@@ -1,7 +1,5 @@
 """The vLLM engine with an activated adapter, on real vLLM: the base's samples, the adapter's confidences, one cache."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The check that an engine serves the adapter that was trained, on both engines."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Iterator, Sequence

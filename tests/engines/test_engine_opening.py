@@ -1,7 +1,5 @@
 """Opening an engine: one set of options for everybody, one name for the size of the batch, no option without effect."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any

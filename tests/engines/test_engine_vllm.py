@@ -1,7 +1,5 @@
 """The vLLM engine against real vLLM: the shared contract, exactness of EDT, crashes, adapters and its environment."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Iterator

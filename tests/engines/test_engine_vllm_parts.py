@@ -1,7 +1,5 @@
 """The parts of the vLLM engine that need no vLLM: the wire, the blame for a crash, the child's environment."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

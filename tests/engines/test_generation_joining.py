@@ -1,7 +1,5 @@
 """Processes that wait for each other's share of a round: signs of life, disks that fail for a moment, who joins."""
 
-from __future__ import annotations
-
 import errno
 import multiprocessing
 import os

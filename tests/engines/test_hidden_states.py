@@ -1,7 +1,5 @@
 """Hidden states of prompts equal those that the model itself returns, whatever the padding, the level and the batch."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import numpy as np

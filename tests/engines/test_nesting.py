@@ -1,7 +1,5 @@
 """Contexts of which one begins another, in one row: who sees whom, and how many tokens are read."""
 
-from __future__ import annotations
-
 import torch
 
 from selfcal_lightning.engines.transformers.engine import TransformersEngine

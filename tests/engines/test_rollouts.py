@@ -1,7 +1,5 @@
 """Rollouts from prefixes of stored responses: distinct, resumable, of the same policy; their rates and records."""
 
-from __future__ import annotations
-
 import json
 import signal
 from pathlib import Path

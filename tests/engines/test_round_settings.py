@@ -1,7 +1,5 @@
 """Regeneration rounds: which settings make another training, and what is refused before the first sample is drawn."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Rounds sampled by two processes, one of which is later than a collective would wait; and by one that is killed."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import signal

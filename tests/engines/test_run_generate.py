@@ -1,7 +1,5 @@
 """`selfcal generate` end to end on the tiny model: reuse, shares, worker processes, and its arguments."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

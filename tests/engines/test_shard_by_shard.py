@@ -1,7 +1,5 @@
 """Sampling file after file: where a run was stopped does not show, to the last bit."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """What our changes to vLLM's adapters do, part by part, against vLLM's own classes: who is awake, and what it costs."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 from types import SimpleNamespace

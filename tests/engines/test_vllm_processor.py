@@ -1,7 +1,5 @@
 """The logits processor of the vLLM engine in both of its forms, against ``dynamic_temperature`` row by row."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """The verbs with an activated adapter: the base model's samples everywhere, and the adapter's confidences in them."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, replace
 from pathlib import Path

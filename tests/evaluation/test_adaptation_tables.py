@@ -1,7 +1,5 @@
 """What an adaptation is judged by: numbers a question, paired intervals, and when a gain is only sharpening."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """``selfcal evaluate``: the fixed keys of results.json, what counts as wrong, and a whole run on the bundled model."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

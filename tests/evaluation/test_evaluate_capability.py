@@ -1,7 +1,5 @@
 """`selfcal evaluate-capability`: numbers by hand, responses that are not used twice, refusals, and what is written."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The published arithmetic: curves and tables of the reference system, number by number."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

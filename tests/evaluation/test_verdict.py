@@ -1,7 +1,5 @@
 """The sentence that ends an evaluation."""
 
-from __future__ import annotations
-
 import pytest
 
 from selfcal_lightning.evaluation.metrics import verdict

@@ -1,7 +1,5 @@
 """Votes before and after, held against the strategies' own replay and against counting by hand."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import permutations
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The bundled model: small, loadable, with the project's tokenizer, able to answer and to judge, overconfident."""
 
-from __future__ import annotations
-
 from itertools import islice
 from pathlib import Path
 

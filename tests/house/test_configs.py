@@ -1,7 +1,5 @@
 """Every YAML that ships is found, parsed and instantiated, with a local stand-in for the models."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import signal

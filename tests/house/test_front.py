@@ -1,7 +1,5 @@
 """The main job from Python, by the code of the verbs, and as `selfcal fit --model M --questions Q`."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

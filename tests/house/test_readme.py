@@ -1,7 +1,5 @@
 """What README and documentation say can be typed: targets, verbs, files, links, Python; and the examples run."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import subprocess

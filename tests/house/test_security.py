@@ -1,7 +1,5 @@
 """The security floor, held by reading the source: no code from data, no pickles, no remote code, loopback only."""
 
-from __future__ import annotations
-
 import ast
 import re
 from pathlib import Path

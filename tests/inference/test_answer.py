@@ -1,7 +1,5 @@
 """`selfcal answer`: what it prints for people and for programs, its choices, its errors, and the same in Python."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """What `selfcal answer` reads and writes, and what it takes from a calibration where the user says nothing else."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The driver: order, counts, a full batch, cancelling, failures; and live runs equal replayed ones."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Sequence
 

@@ -1,7 +1,5 @@
 """The driver as others use it: questions that come while it runs, and samples that continue a prefix or end a step."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 

@@ -1,7 +1,5 @@
 """Records: what they cost, and the verdicts of a live run, sample by sample."""
 
-from __future__ import annotations
-
 import importlib
 import random
 from collections.abc import Callable, Sequence

@@ -9,8 +9,6 @@ runs of *all* cases. The error rate is that of the live procedure: the driver ov
 case from a file, and is handed the others as it would have read them.
 """
 
-from __future__ import annotations
-
 import json
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Searches that step through a model's samples, and reward models as live confidences, on both engines."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack

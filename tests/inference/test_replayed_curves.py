@@ -1,7 +1,5 @@
 """A strategy of one's own without a vectorised `curve` is replayed wherever settings are tried."""
 
-from __future__ import annotations
-
 import csv
 from dataclasses import dataclass, fields
 from pathlib import Path

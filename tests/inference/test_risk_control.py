@@ -1,7 +1,5 @@
 """Learn then Test: p-values against exact sums, procedures by hand, and a simulation of the stated error level."""
 
-from __future__ import annotations
-
 import math
 from math import comb
 from typing import Any

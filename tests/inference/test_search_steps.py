@@ -1,7 +1,5 @@
 """Steps of a search are those that a whole response has by the same rule, whatever tokens they end with."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Sequence
 from itertools import pairwise
 from typing import Any

@@ -1,7 +1,5 @@
 """The curve of every strategy against its `solve`, and both against the reference's recorded vectors."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace

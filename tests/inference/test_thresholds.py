@@ -1,7 +1,5 @@
 """Thresholds from a calibration split: choices against brute force over replays, refusals, the guarantee, the file."""
 
-from __future__ import annotations
-
 import json
 import random
 import re

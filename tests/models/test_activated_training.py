@@ -1,7 +1,5 @@
 """An activated adapter trains as PEFT's own aLoRA does on whole sequences: P(True), loss, gradients, adapters."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial

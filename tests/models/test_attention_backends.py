@@ -1,7 +1,5 @@
 """No call of PyTorch's attention may choose cuDNN, which builds a plan for every shape; ours never repeat."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

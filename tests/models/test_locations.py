@@ -1,7 +1,5 @@
 """The files of a model of the hub: the same ones for whoever asks, downloaded once, none of them twice."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """P(True) and token losses from one forward pass, in families whose output layer ends the model and in others."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

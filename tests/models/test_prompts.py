@@ -1,7 +1,5 @@
 """Prompt rendering held against hand-written renderings and an independent encoder, for six families of templates."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from functools import partial

@@ -1,7 +1,5 @@
 """Loading by rows: every process reads its own part, and has the weights that one process has, to the last bit."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Packed rows give what sequences of their own give: logits, losses, gradients, and the adapter after training."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Formats of reward models: stand-ins of several families score as a plain forward pass does, or are refused."""
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Callable

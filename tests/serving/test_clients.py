@@ -1,7 +1,5 @@
 """The clients that people use ask the server by their own means, from a virtual environment of their own."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

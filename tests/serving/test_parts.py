@@ -1,7 +1,5 @@
 """Parts of the server without a process: readers, names, questions that end early, and what is not installed."""
 
-from __future__ import annotations
-
 import asyncio
 import importlib.util
 import math

@@ -1,7 +1,5 @@
 """`selfcal serve --probe`: confidences of a linear probe of hidden states, in place of P(True)."""
 
-from __future__ import annotations
-
 import json
 import signal
 import time

@@ -1,7 +1,5 @@
 """A server that shows nothing but text, healthy and not: what is known of it, and how each fault ends."""
 
-from __future__ import annotations
-
 import json
 import threading
 import time

@@ -1,7 +1,5 @@
 """`selfcal serve` over real vLLM answers as it does over transformers."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

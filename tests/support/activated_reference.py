@@ -1,7 +1,5 @@
 """Activated adapters as PEFT writes and reads them, and the contract of engines that serve one."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from dataclasses import replace

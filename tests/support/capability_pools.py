@@ -1,7 +1,5 @@
 """Stores of made-up responses to real questions, under the name of the bundled model: what its states are read for."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

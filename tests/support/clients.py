@@ -1,7 +1,5 @@
 """What people ask a server with, from a virtual environment of its own, and tasks of theirs over the same questions."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from pathlib import Path

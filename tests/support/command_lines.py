@@ -1,7 +1,5 @@
 """What command lines ask for, without doing it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

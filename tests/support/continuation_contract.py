@@ -1,7 +1,5 @@
 """What every engine must do with requests that continue from a prefix or end with a step; see ``engine_contract``."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

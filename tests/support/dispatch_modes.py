@@ -1,7 +1,5 @@
 """Modes that watch the operations of PyTorch: what would make a GPU wait for the host, and how much lives at once."""
 
-from __future__ import annotations
-
 import traceback
 import weakref
 from collections import Counter

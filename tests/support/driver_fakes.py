@@ -1,7 +1,5 @@
 """Strategies and engines of the driver's tests, and what a strategy may be run on."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from collections.abc import Iterable, Sequence

@@ -5,8 +5,6 @@ the scope of the fixture ``engine``). The model is the float32 ``tiny_model``; e
 Hugging Face forward pass that shares no code with the engines.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The questions that engines are asked in tests, and the model as a plain forward pass to hold them against."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """The one set of fakes: an engine, a chat format and a task without a model, deterministic and no more permissive."""
 
-from __future__ import annotations
-
 import hashlib
 import random
 import re

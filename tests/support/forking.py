@@ -1,7 +1,5 @@
 """Which tests fork: found in their files, so that nobody has to remember the mark."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 

@@ -5,8 +5,6 @@ random confidences. Prints one line of JSON. On its own:
 `OMP_NUM_THREADS=1 python tests/support/grpo_steps.py FOLDER 20`.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import sys

@@ -3,8 +3,6 @@
 The last number counts calls of `os.replace` and of `os.fsync`; the process kills itself right before that one.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -3,8 +3,6 @@
 Write steps are calls of `os.fsync` and of `os.replace`, whichever thread makes them.
 """
 
-from __future__ import annotations
-
 import sys
 
 from support.kill_worker import die_at

@@ -1,7 +1,5 @@
 """Batches written row by row, small modules and quiet trainers, for the tests of the training module."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Engines over the fake server, with a key and with waits of milliseconds, and what is asked of them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 

@@ -1,7 +1,5 @@
 """The models behind the fake server: one that always says the same, and a real one."""
 
-from __future__ import annotations
-
 import math
 import queue
 import threading

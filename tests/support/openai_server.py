@@ -5,8 +5,6 @@ log-probabilities of given ids, our EDT argument, the list of models, the tokeni
 Unknown fields, which vLLM ignores, are refused.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import threading

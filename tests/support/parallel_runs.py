@@ -1,7 +1,5 @@
 """Trainings over several processes: their strategies, and what is held against one another of them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """PEFT's own forward of an activated adapter (aLoRA) on whole sequences: what the two passes are held against."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

@@ -1,7 +1,5 @@
 """A plug-in as a user writes it: a linear probe of a frozen language model, with nothing of SelfCalibrationModule."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

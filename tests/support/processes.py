@@ -1,7 +1,5 @@
 """Python processes; and several as torchrun starts them, but forked: what is imported need not be imported again."""
 
-from __future__ import annotations
-
 import atexit
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """A small store that the bundled model sampled, and its statistics by a naive float64 forward pass."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -6,8 +6,6 @@ training) and ``adapter/``. Under torchrun it takes the processes that it finds;
 ``WORLD_SIZE`` says.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import hashlib

@@ -1,7 +1,5 @@
 """Tiny local stand-ins of public reward models: the bundled trunk, the public names of tensors, words of their own."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Mapping, Sequence

@@ -3,8 +3,6 @@
 With --devices 2 it is the second process that is killed.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """A store of made-up sums, and selections of it."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 from typing import Any

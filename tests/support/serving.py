@@ -1,7 +1,5 @@
 """`selfcal serve` as a process, and a client of it without a library."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import os

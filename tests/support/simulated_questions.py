@@ -5,8 +5,6 @@ wrong answer sooner or later, so that a procedure that draws more errs more. Res
 their index, so that a live run sees the ones that a pool holds.
 """
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Stores with made-up samples, a module that records what it is given, and a way to run it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path

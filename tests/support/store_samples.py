@@ -1,7 +1,5 @@
 """Made-up samples and the ways in which the tests of the store write them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Random pools for the property tests of strategies: ties, unreadable answers, zero mass, uneven lengths."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace

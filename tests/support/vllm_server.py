@@ -1,7 +1,5 @@
 """vLLM over the bundled model: the engine with little memory, and vLLM's own server as a process of its own."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

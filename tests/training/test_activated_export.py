@@ -1,7 +1,5 @@
 """Exports of activated adapters: what plain PEFT makes of the folder, and that nothing merges it."""
 
-from __future__ import annotations
-
 import json
 import runpy
 from pathlib import Path

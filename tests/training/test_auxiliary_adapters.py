@@ -1,7 +1,5 @@
 """Adapters that are trained together become what each would become alone, and are exported one by one."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A run that is stopped or killed and started again ends where the unbroken one does, bit for bit."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

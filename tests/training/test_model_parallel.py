@@ -1,7 +1,5 @@
 """FSDP2: one process, two DDP processes and two FSDP2 processes take one trajectory, in every way of training."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Runs over a sample store with DDP and FSDP2: metrics, checkpoints that any number of processes reads, exports."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

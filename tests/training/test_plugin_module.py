@@ -1,7 +1,5 @@
 """A module of another kind, a user's own, through the command line, checkpoints, exact resume, export and reload."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from pathlib import Path

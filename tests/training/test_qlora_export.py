@@ -1,7 +1,5 @@
 """A QLoRA run from its samples to a merged model: what is sampled, written, merged and said."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any, NamedTuple

@@ -6,8 +6,6 @@ A1.8) in `test_datamodule_resume.py`, hyper-parameters of a checkpoint over the 
 rows cut from their prompt where there is no mask (A1.6) in `test_shared_prefix.py`.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The openai engine with an activated adapter: a server in this process, and vLLM's own with our plugin in it."""
 
-from __future__ import annotations
-
 import json
 import os
 import tomllib

@@ -1,7 +1,5 @@
 """The engine over a server against a server in this process: the shared contract, and servers that misbehave."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

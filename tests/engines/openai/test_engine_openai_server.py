@@ -1,7 +1,5 @@
 """The engine over a server against vLLM's own server: the shared contract, agreement with transformers, cancelling."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

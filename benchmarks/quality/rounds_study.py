@@ -142,7 +142,10 @@ def sample_test(options: argparse.Namespace, arm: str, seed: int, model: str) ->
 def assemble(options: Options) -> dict[str, Any]:
     arms = arm_values(options, ONE, ARMS, "minus_one_round")
     for arm, (rounds, _) in ARMS.items():
-        arms[arm] |= {"cost": cost_of(options, arm), "rounds": [drift(options, arm, one) for one in range(rounds)]}
+        store = samples_of(options, arm, options.seeds[0])  # what was sampled is counted there, in the first seed
+        responses = sum(len(store.index(split="train", round=number)) for number in range(rounds))
+        cost = {"responses": responses, "tuples": options.tuples // rounds * rounds}
+        arms[arm] |= {"cost": cost, "rounds": [drift(options, arm, one) for one in range(rounds)]}
     sizes = options.sizes("questions", "responses", "tuples", "test", "num_samples", "seeds", "rules")
     return {
         "sizes": sizes,
@@ -187,14 +190,6 @@ def estimate(columns: np.ndarray) -> dict[str, float | None]:
 
 def plain(entry: Estimate) -> dict[str, float | None]:
     return {"value": entry.value, "low": entry.low, "high": entry.high}
-
-
-def cost_of(options: argparse.Namespace, arm: str) -> dict[str, int]:
-    """Return what an arm sampled and trained on in the first seed, counted in its store where it can be."""
-    rounds = ARMS[arm][0]
-    store = samples_of(options, arm, options.seeds[0])
-    responses = sum(len(store.index(split="train", round=number)) for number in range(rounds))
-    return {"responses": responses, "tuples": options.tuples // rounds * rounds}
 
 
 def samples_of(options: argparse.Namespace, arm: str, seed: int) -> SampleStore:

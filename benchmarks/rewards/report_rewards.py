@@ -9,7 +9,7 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
@@ -101,12 +101,13 @@ def assemble(plan: Plan) -> dict[str, Any]:
     searched = [replace(pool, entries=pool.entries[: plan.searched]) for pool in pools["id"]]
     beside = spend(searched, [prior[: plan.searched] for prior in priors["id"]])
     live = searches(plan, seeds)
+    criteria = [*_of_places(places), *_of_costs(places), *_of_answers(responses, votes["id"], live)]
     sizes = plan.sizes("training", "rolled", "num_samples", "rolled_responses", "num_rollouts", "searched")
     return {
         "sizes": {**sizes, **plan.parts},
         "seeds": list(seeds),
         "cpu_minutes": round(sum(sum(seconds_of(plan.folder(seed)).values()) for seed in seeds) / 60, 1),
-        "criteria": [row.as_json() for row in criteria(Found(places, responses, votes, live))],
+        "criteria": [row.as_json() for row in criteria],
         "places": {test: {name: _of_positions(rows) for name, rows in found.items()} for test, found in places.items()},
         "calibration": {
             name: {position: calibration(places["id"][name], position) for position in POSITIONS} for name in COLOURS
@@ -150,18 +151,6 @@ def _spent(row: Spent, ways: Mapping[str, Mapping[str, Spent]]) -> dict[str, lis
 TITLES = {"id": "in domain", "ood": "out of domain"}
 BASELINE = "8"
 SCORING = RESULTS / "reward_scoring.json"
-
-
-@dataclass(frozen=True)
-class Found:
-    places: Mapping[str, Mapping[str, Sequence[Places]]]
-    responses: Mapping[str, Mapping[str, Sequence[Measured]]]
-    votes: Mapping[str, Mapping[str, Mapping[str, Spent]]]
-    searches: Mapping[str, Spent]
-
-
-def criteria(found: Found) -> list[Criterion]:
-    return [*_of_places(found.places), *_of_costs(found.places), *_of_answers(found)]
 
 
 def _of_places(places: Mapping[str, Mapping[str, Sequence[Places]]]) -> list[Criterion]:
@@ -227,8 +216,11 @@ def _of_seconds() -> Criterion:
     return held(text, exactly(times), "value", ">", 8.0)
 
 
-def _of_answers(found: Found) -> list[Criterion]:
-    votes, rows = found.votes["id"], []
+def _of_answers(
+    responses: Mapping[str, Mapping[str, Sequence[Measured]]], votes: Mapping[str, Mapping[str, Spent]],
+    live: Mapping[str, Spent],
+) -> list[Criterion]:  # fmt: skip
+    rows = []
     plain, weighed = votes[PLAIN], votes[f"vote {FUSED}"]
     for size in ("4", "8"):
         gain = estimate_of(weighed[size].correct - plain[size].correct)
@@ -239,11 +231,10 @@ def _of_answers(found: Found) -> list[Criterion]:
     text = f"in domain, 8 such votes minus {most} plain ones: lower end above -.015"
     rows.append(held(text, gain, "low", ">", -0.015))
     for name, label in (("prm", "outcomes"), ("prm_vote_share", "votes")):
-        responses = found.responses["id"]
-        gain = response_difference(responses[name], responses["prm_hard"], WITHIN_QUESTION_AUROC)
+        gain = response_difference(responses["id"][name], responses["id"]["prm_hard"], WITHIN_QUESTION_AUROC)
         text = f"in domain, within-question AUROC of {label} minus hard labels: lower end above 0"
         rows.append(held(text, gain, "low", ">", 0.0))
-    return [*rows, _stopping(votes), *_reported(found)]
+    return [*rows, _stopping(votes), *_reported(votes, live)]
 
 
 def _stopping(votes: Mapping[str, Mapping[str, Spent]]) -> Criterion:
@@ -261,16 +252,16 @@ def _stopping(votes: Mapping[str, Mapping[str, Spent]]) -> Criterion:
     return held(text, most, "value", ">", 0.15)
 
 
-def _reported(found: Found) -> list[Criterion]:
-    fixed, adaptive = found.searches["beam"], found.searches["beam_km"]
+def _reported(votes: Mapping[str, Mapping[str, Spent]], live: Mapping[str, Spent]) -> list[Criterion]:
+    fixed, adaptive = live["beam"], live["beam_km"]
     cost = estimate_of(adaptive.tokens / fixed.tokens)
     lost = estimate_of(adaptive.correct - fixed.correct)
     rows = [
         Criterion("searched questions, tokens of the adaptive beam, of the fixed one", cost, None),
         Criterion("searched questions, accuracy of the adaptive beam minus the fixed one", lost, None),
     ]
-    uniform = found.votes["id"][f"best {FUSED}"]
-    for target, one in found.votes["id"][f"adaptive {FUSED}"].items():
+    uniform = votes[f"best {FUSED}"]
+    for target, one in votes[f"adaptive {FUSED}"].items():
         gain = estimate_of(one.correct - at_equal_tokens(uniform, one.tokens))
         text = f"in domain, best-of-N with N for a target of {target} minus uniform N at the same tokens"
         rows.append(Criterion(text, gain, None))

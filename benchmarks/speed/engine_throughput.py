@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from shared.study import RESULTS, ROOT
 from shared.tables import table, write_report
-from shared.timing import open_engine, requests_of
+from shared.timing import open_engine, requests_of, timed
 
 from selfcal_lightning.data.tasks.word_problems import WordProblems
 from selfcal_lightning.engines.base import Engine, generate
@@ -69,9 +69,7 @@ BUNDLED = ROOT / "selfcal_lightning" / "assets" / "tiny_solver"
 
 
 def measure(engine: Engine, requests: list[Request]) -> tuple[float, int]:
-    start = time.perf_counter()
-    responses = generate(engine, requests)
-    seconds = time.perf_counter() - start
+    seconds, _, responses = timed(lambda: generate(engine, requests))
     return seconds, sum(len(response.token_ids) + (response.finish == "stop") for response in responses)
 
 

@@ -10,7 +10,6 @@ import argparse
 import json
 import statistics
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,17 +36,8 @@ LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_
 Rows = list[tuple[int, ...]]
 
 
-@dataclass(frozen=True)
-class Folders:
-    """Where the models lie: the base, an activated adapter, the same always awake, and the base with it merged in."""
-
-    base: str
-    activated: str
-    awake: str
-    merged: str
-
-
-def write_models(size: str, chat: ChatFormat, folder: Path) -> Folders:
+def write_models(size: str, chat: ChatFormat, folder: Path) -> dict[str, str]:
+    """Write the base, an activated adapter, the same always awake, and the base with it merged in."""
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -69,22 +59,18 @@ def write_models(size: str, chat: ChatFormat, folder: Path) -> Folders:
     adapted.merge_and_unload().save_pretrained(folder / "merged")
     for name in ("base", "merged"):
         chat.tokenizer.save_pretrained(folder / name)
-    return Folders(*(str(folder / name) for name in ("base", "activated", "awake", "merged")))
+    return {name: str(folder / name) for name in ("base", "activated", "awake", "merged")}
 
 
 class Bench:
-    def __init__(self, options: argparse.Namespace, folders: Folders, chat: ChatFormat) -> None:
+    def __init__(self, options: argparse.Namespace, folders: dict[str, str], chat: ChatFormat) -> None:
         self.options, self.folders, self.chat = options, folders, chat
         self.token_ids = [*chat.query.yes_ids, *chat.query.no_ids]
         self.version = ""
 
     def open(self, way: str) -> VLLMEngine:
-        model, adapter = {
-            BASE: (self.folders.base, None),
-            ACTIVATED: (self.folders.base, self.folders.activated),
-            AWAKE: (self.folders.base, self.folders.awake),
-            MERGED: (self.folders.merged, None),
-        }[way]
+        model = self.folders["merged" if way == MERGED else "base"]
+        adapter = {ACTIVATED: self.folders["activated"], AWAKE: self.folders["awake"]}.get(way)
         cache = self.options.cache << 20
         context = PROMPT + RESPONSE + 40
         engine = VLLMEngine(model, adapter=adapter, max_context=context, kv_cache_memory_bytes=cache, chat=self.chat)
@@ -139,8 +125,8 @@ class Bench:
         rows = self.sample(engine, 10**6, questions=4, samples=4)
         found = engine.next_token_probabilities(rows, range(64))
         engine.close()
-        folders = self.folders
-        other = TransformersEngine(folders.base, adapter=folders.activated, dtype="float32", chat=self.chat)
+        base, adapter = self.folders["base"], self.folders["activated"]
+        other = TransformersEngine(base, adapter=adapter, dtype="float32", chat=self.chat)
         wanted = other.next_token_probabilities(rows, range(64))
         bare = other.next_token_probabilities(rows, range(64), with_adapter=False)
         error, moved = (np.abs(np.log(table) - np.log(wanted)).max().item() for table in (found, bare))

@@ -251,12 +251,15 @@ def run_job(job: Job, options: argparse.Namespace, left: float) -> dict[str, Any
 
 
 def table(results: dict[str, Any]) -> str:
-    rate = results["jobs"].get("matrix rate", {}).get("flops_per_second")
+    measured = results["jobs"].get("matrix rate", {})
+    rate, said = measured.get("flops_per_second"), "No rate."
+    if rate:
+        slow, fast = (measured[key] / 1e12 for key in ("slowest_tenth", "fastest_tenth"))
+        said = f"Rate of bfloat16 matrix products: {rate / 1e12:.0f} TFLOP/s (tenths: {slow:.0f} to {fast:.0f})."
     lines = [
         f"# Training on {results['device']}",
         "",
-        f"torch {results['torch']}, transformers {results['transformers']}; {results['model']}. "
-        + (f"Rate of bfloat16 matrix products: {_teraflops(results['jobs']['matrix rate'])}." if rate else "No rate."),
+        f"torch {results['torch']}, transformers {results['transformers']}; {results['model']}. {said}",
         "",
         "| job | responses/s | tokens/s | padding | peak GiB | utilisation, own tokens | of the work | first pass s |",
         "|---|---|---|---|---|---|---|---|",
@@ -281,11 +284,6 @@ def table(results: dict[str, Any]) -> str:
                 for dtype, difference in found.items()
             ]
     return "\n".join(lines) + "\n"
-
-
-def _teraflops(rate: dict[str, float]) -> str:
-    middle, slow, fast = (rate[key] / 1e12 for key in ("flops_per_second", "slowest_tenth", "fastest_tenth"))
-    return f"{middle:.0f} TFLOP/s (tenths: {slow:.0f} to {fast:.0f})"
 
 
 def main() -> None:

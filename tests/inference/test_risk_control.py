@@ -73,10 +73,6 @@ def _simulate(draw: np.random.Generator, num_questions: int = NUM_QUESTIONS) -> 
     return confidence, (draw.random(num_questions) >= confidence).astype(float)
 
 
-def _violates(threshold: float | None) -> bool:
-    return threshold is not None and (1.0 - threshold) / 2.0 > RISK
-
-
 def _slack(num_sets: int) -> float:
     """Return three standard errors of a share DELTA of the simulated sets."""
     return 3.0 * math.sqrt(DELTA * (1 - DELTA) / num_sets)
@@ -107,7 +103,7 @@ def test_the_stated_error_level_holds(procedure: str, num_sets: int) -> None:
         if procedure == "guided":
             grid = guided_grid(*_simulate(draw), num_questions=NUM_QUESTIONS, risk=RISK)
         found = certify_threshold(confidence, loss, grid, risk=RISK, delta=DELTA, **settings)
-        violations += _violates(found.threshold)
+        violations += found.threshold is not None and (1.0 - found.threshold) / 2.0 > RISK
         certified += found.threshold is not None
     assert violations / num_sets <= DELTA + _slack(num_sets)
     if procedure in ("fixed_from_promising", "guided"):

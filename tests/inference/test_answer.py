@@ -33,14 +33,14 @@ QUESTION = "There are 12 apples. 4 apples are eaten. How many are left?"
 class Oracle(FakeEngine):
     """Says 3, 5, 3, 5, ... in index order with 40 tokens each, and is the surer the later."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, sure: Callable[[int], float] = lambda index: 0.2 * (index + 1)) -> None:
         super().__init__(slots=8)
-        self.closed = False
+        self.sure, self.closed = sure, False
 
     def _respond(self, request: Request) -> Response:
         index = int(request.id.split("/")[1])
         text = f"So it must be. The answer is {5 if index % 2 else 3}."
-        yes = 0.2 * (index + 1)
+        yes = self.sure(index)
         masses = (None, None) if request.query is None else (yes, 1.0 - yes)
         return Response(request.id, text, tuple(range(40)), "stop", -1.0, *masses)
 

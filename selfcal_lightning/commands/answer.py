@@ -16,7 +16,7 @@ from selfcal_lightning.confidence.domain import calibrated_in_domain
 from selfcal_lightning.confidence.fusion import load_scorers
 from selfcal_lightning.confidence.registry import REWARDS
 from selfcal_lightning.confidence.splits import check_not_fitted_on
-from selfcal_lightning.core.errors import InputError, RunError
+from selfcal_lightning.core.errors import InputError, RunError, check_at_least
 from selfcal_lightning.core.files import check_replaceable, has_first_keys, write_json_lines
 from selfcal_lightning.core.progress import Progress, say
 from selfcal_lightning.data.step_settings import RewardSettings
@@ -90,6 +90,10 @@ class AnswerSettings:
     max_failures: int = MAX_FAILURES
     reward: RewardSettings = field(default_factory=RewardSettings)
     engine: EngineOptions = field(default_factory=EngineOptions)
+
+    def __post_init__(self) -> None:
+        check_at_least(0, lookahead=self.lookahead)  # before a model is loaded, as the next one
+        check_at_least(1, max_failures=self.max_failures)
 
 
 def run_answer(

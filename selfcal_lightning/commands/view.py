@@ -60,6 +60,8 @@ def run_view(
         raise InputError(f"Expected `model` with `adapter` {adapter}, but got null.")
     if redact and model is not None:
         raise InputError(f"`redact` leaves out the texts that `model` {model} would colour. Leave one of them out.")
+    if threshold is not None and not 0 <= threshold <= 1:
+        raise InputError(f"Expected `threshold` to lie in [0, 1], but got {threshold}.")
     given: dict[str, object] = {"split": split, "task": task, "limit": limit, "threshold": threshold, "model": model}
     given["redact"] = redact or None
     reports = [Path(one) / REPORT for one in (path, other) if one is not None]

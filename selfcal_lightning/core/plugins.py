@@ -113,8 +113,8 @@ def plugin_packages() -> list[str]:
 
 def _names(value: Any) -> list[str]:
     """Return the names in a list, or in a text with commas, in brackets or not."""
-    if isinstance(value, str):
-        value = value.strip().removeprefix("[").removesuffix("]").split(",")
+    if isinstance(value, str | int | float):
+        value = str(value).strip().removeprefix("[").removesuffix("]").split(",")
     return [str(name).strip(" '\"") for name in value or [] if str(name).strip(" '\"")]
 
 

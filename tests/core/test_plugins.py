@@ -98,6 +98,7 @@ def test_named_by_options_and_by_files_in_their_order(tmp_path: Path) -> None:
     arguments = ["--config", str(file), "--plugins=[three, 'four']", "--plugins", "one,five"]
     assert plugins.named_plugins(arguments) == ["one", "two.py", "three", "four", "five"]
     assert plugins.named_plugins(["--config", "{plugins: [six.py]}"]) == ["six.py"]  # YAML text, as the parser takes it
+    assert plugins.named_plugins(["--config", "{plugins: 3}"]) == ["3"]  # which no module is called
     assert plugins.named_plugins(["--model", "m"]) == []
 
 

@@ -224,6 +224,8 @@ def test_a_store_without_a_response_is_refused(tmp_path: Path) -> None:
     make_store(tmp_path)
     with pytest.raises(InputError, match="to hold responses, but got none: finish `selfcal generate`"):
         run_view(str(tmp_path), output=str(tmp_path / "view.html"))
+    with pytest.raises(InputError, match=r"`threshold` to lie in \[0, 1\], but got 70"):
+        run_view(str(tmp_path), output=str(tmp_path / "view.html"), threshold=70)
 
 
 def test_tokens_are_coloured_by_their_log_probability(tmp_path: Path) -> None:

@@ -281,7 +281,7 @@ def test_the_most_confident_response_is_shown() -> None:
         (["--question", "x", "--scorers", "/no/file.json"], "/no/file.json"),
         (["--question", "x", "--task", "gsm9k"], "Did you mean 'gsm8k'?"),
         (["--question", "x", "--chain_of_thought", "false"], "Expected `chain_of_thought` to be true for task"),
-        (["--question", "x", "--lookahead", "-1"], "Expected `lookahead` to be at least 0"),
+        (["--question", "x", "--lookahead", "-1", "--probe", "/no"], "Expected `lookahead` to be at least 0"),
         (["--question", "x " * 4000], "Expected the prompt of question 'question' to have 1 to"),
         (["--question", "x", "--sampling.temperature", "3"], "Expected `temperature` to lie in [0, 2]"),
     ],

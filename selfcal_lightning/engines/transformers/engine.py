@@ -128,7 +128,8 @@ class TransformersEngine:
         if max_context is None and limit is None:
             raise InputError("Expected `max_context` to be given, as the model's configuration states no limit.")
         if max_context is not None and not 1 < max_context <= (limit or max_context):
-            raise InputError(f"Expected `max_context` to lie in [2, {limit}], but got {max_context}.")
+            range_ = "to be at least 2" if limit is None else f"to lie in [2, {limit}]"
+            raise InputError(f"Expected `max_context` {range_}, but got {max_context}.")
         self.max_context: int = max_context or cast(int, limit)
         self.chat, self._borrowed = chat, borrowed
         eos = network.generation_config.eos_token_id

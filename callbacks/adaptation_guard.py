@@ -123,13 +123,14 @@ class AdaptationGuard(Callback):
         if self.report is not None:
             begins = round == 0 and trainer.global_step == 0
             known: dict[str, Any] = {} if begins else json_object_or_none(self.report) or {}
-            fall = monitors.logprob_fall  # NaN, which JSON lacks, where the weights are
-            known[str(round)] = {
-                **asdict(monitors), "logprob_fall": None if fall is None or math.isnan(fall) else fall,
-                "problems": problems,
-            }  # fmt: skip
+            known[str(round)] = {**asdict(monitors), "problems": problems}
             self.report.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(self.report, to_json(known))
+            write_atomically(self.report, to_json({name: _finite(row) for name, row in known.items()}))
+
+
+def _finite(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row without NaN and infinity, which JSON lacks; weights that diverge have them."""
+    return {name: None if isinstance(x, float) and not math.isfinite(x) else x for name, x in row.items()}
 
 
 def restore(module: TestTimeTrainingModule, store_dir: str, round: int) -> None:

@@ -3,7 +3,7 @@
 import lazy_loader
 
 _NAMES = {
-    "base": "MissingConfidenceError SampleScorer add_scores check_confidence confidence_of how_to_get",
+    "base": "MissingConfidenceError SampleScorer add_scores check_confidence confidence_of entry_ids how_to_get",
     "features": "ConfidenceScores ResponseTable required_confidences score_confidence scores_text",
     "fitted_files": "check_fitted_target load_fitted save_fitted",
     "fusion": """

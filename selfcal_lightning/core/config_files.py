@@ -128,7 +128,7 @@ def given_settings(arguments: Sequence[str]) -> dict[str, Any]:
 def override(settings: dict[str, Any], options: Mapping[str, Any], *within: str) -> dict[str, Any]:
     """Set options, nested or named with dots, in ``settings`` itself."""
     for name, value in options.items():
-        names = [*within, *name.split(".")]
+        names = [*within, *str(name).split(".")]
         if isinstance(value, Mapping) and value:
             override(settings, value, *names)
         else:

@@ -238,11 +238,12 @@ def parse_json(content: bytes | str, *, origin: str, repeats: bool = True) -> An
     """Parse JSON text; without ``repeats`` an object with a key twice is refused."""
 
     def without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        names = [name for name, _ in pairs]
-        if len(set(names)) < len(names):  # Python would silently keep the last value
+        found = dict(pairs)
+        if len(found) < len(pairs):  # Python would silently keep the last value
+            names = [name for name, _ in pairs]
             twice = next(name for name in names if names.count(name) > 1)
             raise UnreadableJSONError(origin, f"the key {twice!r} twice in one object")
-        return dict(pairs)
+        return found
 
     line = None
     try:
@@ -375,7 +376,7 @@ def check_results_folder(
         raise InputError(f"`output_dir` {folder} holds {found[0]}: it is a model or a store. Choose another folder.")
     taken = sorted({path.name for pattern in written for path in folder.glob(pattern)})
     if taken and (json_object_or_none(folder / record) or {}).get("format") != format:
-        other = f"{folder}, where {', '.join(taken[:3])} would be replaced and is something else. Choose another"
+        other = f"{folder}, where {', '.join(taken[:3])} would be replaced and is something else. Choose another folder"
         raise InputError(f"Expected `output_dir` to be new, or to hold an earlier {kind}, but got {other}.")
 
 

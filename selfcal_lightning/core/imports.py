@@ -34,8 +34,11 @@ def keep_bitsandbytes_quiet() -> None:
 
     On CPUs with AVX512-BF16, `kernels` would download compiled code for packed weights, which this project disables.
     """
-    log = logging.getLogger("bitsandbytes.backends.cpu.ops")
-    log.addFilter(lambda record: "kernels-community" not in record.getMessage())
+    logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(_is_no_advice)
+
+
+def _is_no_advice(record: logging.LogRecord) -> bool:  # one function, which the log keeps once
+    return "kernels-community" not in record.getMessage()
 
 
 def class_path(kind: type) -> str:

@@ -236,7 +236,8 @@ class EngineSource:
             if response is not None and sample is None:
                 continue  # its next part is queued
             asked.finished[index] = sample
-            if isinstance(sample, Response) and (text := cut_at(sample.text, asked.draws.stops)) != sample.text:
+            is_whole = isinstance(sample, Response) and index not in asked.prefixes
+            if is_whole and (text := cut_at(sample.text, asked.draws.stops)) != sample.text:
                 self._cut(asked, index, text, len(sample.token_ids), sample.logprob)
             touched[asked.question.id] = self._end(name)
         for asked in [one for one in self._open.values() if one.draws.stops]:
@@ -325,7 +326,8 @@ class EngineSource:
             del self._place[name]
         asked.pending.clear()
         for query in asked.queries.values():
-            query.cancel()
+            if not query.cancel():  # its answer is just coming in
+                wait([query])
         kept = list(enumerate(sorted(asked.finished), start=asked.delivered))  # no gaps: later ones wait for none
         asked.prefixes = {new: asked.prefixes[old] for new, old in kept if old in asked.prefixes}
         asked.queries = {new: asked.queries[old] for new, old in kept if old in asked.queries}
@@ -364,9 +366,10 @@ class EngineSource:
 
     def _finished_responses(self) -> dict[str, Response | None]:
         """Return finished responses by request; None for failed ones."""
-        asked_about = [query for asked in self._open.values() for query in asked.queries.values() if not query.done()]
-        if asked_about and not self._place:
-            wait(asked_about, self._patience, FIRST_COMPLETED)
+        queries = [query for asked in self._open.values() for query in asked.queries.values()]
+        if queries and not self._place:
+            if unanswered := [query for query in queries if not query.done()]:
+                wait(unanswered, self._patience, FIRST_COMPLETED)
             return {}
         try:
             responses = self._engine.poll() if self._patience is None else self._engine.poll(self._patience)

@@ -381,13 +381,15 @@ def service(fitted: FittedThreshold | None = None) -> Service:
 
 
 @contextmanager
-def over_upstream(upstream: FakeServer, fault: Fault, tiny_model: str, chat: ChatFormat, **limits: Any) -> Iterator:
-    """Make a server before a server that has a fault, in this process."""
+def over_upstream(
+    upstream: FakeServer, faults: list[Fault], tiny_model: str, chat: ChatFormat, **limits: Any
+) -> Iterator:
+    """Make a server before a server that has these faults, in this process."""
     sampling = SamplingSettings(edt_scale=None, max_new_tokens=20)
     with connecting(upstream, tiny_model, chat) as connect:
         engine = connect()
         engine.submit([])  # it has looked at the server
-        upstream.faults.append(fault)
+        upstream.faults.extend(faults)
         source = partial(EngineSource, engine, chat, sampling=sampling)
         desk = Desk(source, engine=engine, chat=chat, confidence="p_true")
         yield Service(ServiceSettings("m", limits=Limits(**limits)), desk, sampling=sampling, feedback=Feedback(None))
@@ -412,7 +414,7 @@ def test_reading_at_a_server_that_hangs_delays_no_question(chat: ChatFormat, tin
             answer = await client.post("/v1/chat/completions", json=asked)
             return answer.status_code, reading.done(), (await reading).status_code
 
-    with over_upstream(upstream, is_silent(), tiny_model, chat, deadline_s=2.0) as server:
+    with over_upstream(upstream, [is_silent()], tiny_model, chat, deadline_s=2.0) as server:
         assert asyncio.run(ask(server)) == (200, False, 504)  # answered while the other still waited
         assert server.desk.load == 0
 
@@ -439,7 +441,7 @@ def test_readings_count_for_the_queue_at_once_and_are_answered_before_the_end(
             await server.desk.close(10.0)
             return [response.status_code for response in await both]
 
-    with over_upstream(upstream, wait, tiny_model, chat, max_queue=1) as server:
+    with over_upstream(upstream, [wait], tiny_model, chat, max_queue=1) as server:
         assert asyncio.run(ask(server)) == [200, 429]
 
 
@@ -460,12 +462,9 @@ def test_the_query_of_a_response_that_a_stop_ended_delays_no_other_question(chat
             whole = await client.post("/v1/chat/completions", json=asked)
             return [whole.json(), waits.done(), (await waits).json()]
 
-    with connecting(upstream, tiny_model, chat) as connect:
-        upstream.faults.extend([hang_at_the_query] * 4)
-        with over_upstream(connect(), chat, deadline_s=2.0) as server:
-            whole, was_done, cut = asyncio.run(ask(server))
-            assert server.desk.load == 0
-    upstream.close()
+    with over_upstream(upstream, [hang_at_the_query] * 4, tiny_model, chat, deadline_s=2.0) as server:
+        whole, was_done, cut = asyncio.run(ask(server))
+        assert server.desk.load == 0
     said = [answer["choices"][0]["message"]["content"] for answer in (whole, cut)]
     assert (said, was_done) == (["The answer is 8.", "The answer is"], False)
     assert whole["selfcal"]["confidence"] is not None
@@ -484,9 +483,8 @@ def test_a_reading_waits_for_the_thread_once_a_question(
         async with client_of(server) as client:
             return (await client.post(path, json=READ[path])).status_code
 
-    with connecting(upstream, tiny_model, chat) as connect, over_upstream(connect(), chat) as server:
+    with over_upstream(upstream, [], tiny_model, chat) as server:
         assert (asyncio.run(ask(server)), len(waits)) == (200, turns)
-    upstream.close()
 
 
 def make_job(server: Service, asked: dict[str, Any]) -> Job:

@@ -231,11 +231,13 @@ def test_the_guard_compares_the_questions_that_are_learnt(store: str, monkeypatc
     assert sizes[0] == 1 < sizes[1], "all, where none are named"
 
 
-def test_the_report_of_the_guard_is_json_where_the_weights_are_nan(tmp_path: Path) -> None:
+@pytest.mark.parametrize("fall", [math.nan, math.inf])
+def test_the_report_of_the_guard_is_json_where_the_weights_diverge(tmp_path: Path, fall: float) -> None:
     trainer: Any = SimpleNamespace(is_global_zero=True, loggers=[], global_step=1)
-    lost = RoundMonitors(0.5, None, None, 0.25, None, None, logprob_fall=math.nan)
+    lost = RoundMonitors(0.5, None, None, 0.25, None, None, logprob_fall=fall)
     problems = collapse(lost, lost, agreement=1.0, unreadable=1.0, logprob_fall=0.05)
-    assert problems == ["a token of round 0 has lost nan nats"]
+    assert problems == [f"a token of round 0 has lost {fall} nats"]
+    (tmp_path / "guard.json").write_text('{"0": {"logprob_fall": NaN}}')  # of an earlier run
     AdaptationGuard(str(tmp_path / "guard.json"))._keep(trainer, 1, lost, problems)
     row = json.loads((tmp_path / "guard.json").read_text(), parse_constant=pytest.fail)["1"]
     assert row == {**vars(lost), "logprob_fall": None, "problems": problems}

@@ -60,7 +60,7 @@ def import_training_records(
         raise InputError("Expected `prompt_separator` to be the text that opens the assistant's turn, but got ''.")
     reader = get_task(task)
     groups: dict[str, list[RecordedResponse]] = {}
-    counts = Counter[str]()
+    counts = Counter[str](records=0)  # an empty one would take truth values as they are
     others: set[str] = set()
     rows = enumerate(read_parquet(path).to_pylist(), start=1) if path.suffix == ".parquet" else read_json_lines(path)
     for number, record in rows:

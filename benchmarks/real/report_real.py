@@ -880,9 +880,11 @@ def figure(report: Mapping[str, Any]) -> Figure:
     return drawing
 
 
+STUDY = Study(
+    "real/report_real.py", {}, run, assemble, as_markdown, figure, arguments=arguments, complete=complete,
+    collect="--figures", alone="make report-real", layout={"dpi": 110, "indent": 1}, image="report_real.png",
+    met=is_met,
+)  # fmt: skip
+
 if __name__ == "__main__":
-    study = Study(
-        "real/report_real.py", {}, run, assemble, as_markdown, figure, arguments, complete, collect="--figures",
-        alone="make report-real", layout={"dpi": 110, "indent": 1}, image="report_real.png", met=is_met,
-    )  # fmt: skip
-    raise SystemExit(study.main())
+    raise SystemExit(STUDY.main())

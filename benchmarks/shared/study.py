@@ -5,7 +5,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +78,7 @@ class Study:
     tables: Callable[[Any], dict[str, Any]]
     markdown: Callable[[Any], str]
     figure: Callable[[Any], Figure] | None = None
+    _: KW_ONLY
     arguments: Callable[[argparse.ArgumentParser], None] = lambda parser: None
     quick: Mapping[str, Any] | None = None
     complete: Callable[[argparse.ArgumentParser, Any], None] = lambda parser, options: None

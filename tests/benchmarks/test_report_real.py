@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 import threading
 from pathlib import Path
 
@@ -26,6 +27,17 @@ def entry() -> QuestionSamples:
     )
     question = Question("x/test/POL-capital", "country_facts", (Message("user", "?"),), "a")
     return QuestionSamples(question, samples, "test")
+
+
+def test_the_demonstration_is_one_task_with_a_report_of_its_own(
+    script: Script, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    report = script("report_real")
+    monkeypatch.setattr(sys, "argv", ["report_real.py", "--demo"])
+    options = report.STUDY.parse()
+    assert [jobs.name for jobs in options.jobs] == ["country_facts"]
+    assert options.results == options.output == report.DEMO["output"]
+    assert "country_facts: train 1 adapter(s) on 800 responses" in report.account(options)
 
 
 def test_shares_are_those_of_blocks(script: Script, entry: QuestionSamples) -> None:

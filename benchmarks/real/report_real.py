@@ -106,6 +106,7 @@ ADAPTER, UPPER, FUSED = "adapter", "labels", "fused"
 LIKELIHOOD, KIND, COCOA, ENTROPY = "likelihood", "kind", "cocoa", "semantic_entropy"
 ADAPTERS = (ADAPTER, CROSS_ENTROPY)
 BLOCKS = (2, 4, 8)
+MOST_WITHOUT = 0.01
 PRIOR_VOTES = 2  # what the agreement of a kind of question counts for beside votes
 WEIGHTS = {"": None, "_likelihood": LIKELIHOOD, "_p_true": P_TRUE}
 NONE, SPLIT, TRAINING = "none", "validation", "training"
@@ -414,9 +415,11 @@ def kind(entry: QuestionSamples) -> str:
 
 
 def _is_whole(store: Path, split: str, name: str) -> bool:
+    """Return whether the responses have a confidence: a few may lack it, but no part that scoring has not reached."""
     if name not in annotation_names(store):
         return False
-    return not np.isnan(SampleStore(store).index(split=split, confidences=[name]).confidences[name]).all()
+    values = SampleStore(store).index(split=split, confidences=[name]).confidences[name]
+    return bool(np.isnan(values).mean() <= MOST_WITHOUT)
 
 
 def _pool(jobs: Jobs, scored: Sequence[str], adapters: Sequence[str]) -> tuple[Pool, list[str]]:

@@ -36,6 +36,7 @@ from selfcal_lightning.engines.settings import EngineSettings
 from selfcal_lightning.evaluation.figures import save_figure
 from selfcal_lightning.inference.answering import default_task, read_questions
 from selfcal_lightning.metrics.arrays import Floats
+from selfcal_lightning.metrics.bootstrap import resample_weights
 from selfcal_lightning.metrics.capability import simulated_pass_at_k
 from selfcal_lightning.metrics.risk import Certificate, Procedure, certify_threshold
 

@@ -19,7 +19,6 @@ from selfcal_lightning.core.config_files import override, read_config
 from selfcal_lightning.core.errors import InputError, RunError
 from selfcal_lightning.core.files import flatten, write_atomically
 from selfcal_lightning.core.progress import say
-from selfcal_lightning.data.store.manifest import flatten
 from selfcal_lightning.models.folders import config_path, read_manifest
 
 TUNED, MERGED, CALIBRATED = "tuned", "merged", "calibrated"

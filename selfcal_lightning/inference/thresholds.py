@@ -26,7 +26,7 @@ from selfcal_lightning.confidence.fusion import FittedScorer, scorer_digests
 from selfcal_lightning.confidence.registry import refuse_looking_ahead
 from selfcal_lightning.confidence.splits import FittedOn, check_disjoint, check_not_fitted_on
 from selfcal_lightning.core.errors import InputError
-from selfcal_lightning.data.store.manifest import flatten
+from selfcal_lightning.core.files import flatten
 from selfcal_lightning.inference import vectorised
 from selfcal_lightning.inference.base import Strategy
 from selfcal_lightning.inference.registry import check_can_answer

@@ -273,7 +273,7 @@ def test_a_prompt_whose_slot_was_half_overwritten_is_encoded_again(
     second = replace(second, prompt_ids=(*second.prompt_ids[:-1], 5, 6, 7))
     (expected,) = generate(engine, [first])
     with monkeypatch.context() as patch:
-        patch.setattr(contexts, "_encode_prefixes", Mock(side_effect=KeyboardInterrupt))
+        patch.setattr(slot_state, "_encode_prefixes", Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             generate(engine, [second])
     assert generate(engine, [first]) == [expected]

@@ -236,8 +236,8 @@ class EngineSource:
             if response is not None and sample is None:
                 continue  # its next part is queued
             asked.finished[index] = sample
-            is_whole = isinstance(sample, Response) and index not in asked.prefixes
-            if is_whole and (text := cut_at(sample.text, asked.draws.stops)) != sample.text:
+            stops = () if index in asked.prefixes else asked.draws.stops
+            if isinstance(sample, Response) and (text := cut_at(sample.text, stops)) != sample.text:
                 self._cut(asked, index, text, len(sample.token_ids), sample.logprob)
             touched[asked.question.id] = self._end(name)
         for asked in [one for one in self._open.values() if one.draws.stops]:

@@ -5,7 +5,9 @@ import math
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from support.house import ROOT, Script
 
@@ -38,6 +40,17 @@ def test_the_demonstration_is_one_task_with_a_report_of_its_own(
     assert [jobs.name for jobs in options.jobs] == ["country_facts"]
     assert options.results == options.output == report.DEMO["output"]
     assert "country_facts: train 1 adapter(s) on 800 responses" in report.account(options)
+
+
+@pytest.mark.parametrize(("missing", "counts"), [(0, True), (1, True), (50, False)])
+def test_a_confidence_counts_where_nearly_all_responses_have_it(
+    script: Script, monkeypatch: pytest.MonkeyPatch, missing: int, counts: bool
+) -> None:
+    report = script("report_real")
+    index = SimpleNamespace(confidences={"one": np.array([math.nan] * missing + [0.5] * (100 - missing))})
+    monkeypatch.setattr(report, "annotation_names", lambda store: ["one"])
+    monkeypatch.setattr(report, "SampleStore", lambda store: SimpleNamespace(index=lambda **options: index))
+    assert report._is_whole(Path(), "test", "one") is counts
 
 
 def test_shares_are_those_of_blocks(script: Script, entry: QuestionSamples) -> None:

@@ -35,6 +35,14 @@ from selfcal_lightning.inference.vectorised import NUM_RESHUFFLES, SEED
 from selfcal_lightning.models.chat_format import DEFAULT_QUERY, Prompt
 from selfcal_lightning.records import SamplingSettings
 
+ARGUMENTS, RESULTS, FORMAT = "evaluation.json", "results.json", "selfcal_lightning.evaluation"
+# Everything that an evaluation writes, apart from stores of samples, which check themselves.
+WRITTEN = (
+    ARGUMENTS, RESULTS, REPORT, "results.csv", "results.md", "reliability.png", "votes.md", "votes.png",
+    "strategies.md", "curves.csv", "accuracy_*.png", "risk_coverage_*.png", "reliability_*.png", "fitted",
+    "paper/*/*/*.csv",
+)  # fmt: skip
+
 
 def run_evaluate(
     before: str | None = None,
@@ -238,15 +246,6 @@ def _check_sampled(
     if width > drawn:
         raise InputError(f"Expected `max_samples` to be at most {drawn}, the `num_samples` drawn, but got {width}.")
     strategy_runs.check_budgets(width, budgets=settings.budgets, targets=settings.targets)
-
-
-ARGUMENTS, RESULTS, FORMAT = "evaluation.json", "results.json", "selfcal_lightning.evaluation"
-# Everything that an evaluation writes, apart from stores of samples, which check themselves.
-WRITTEN = (
-    ARGUMENTS, RESULTS, REPORT, "results.csv", "results.md", "reliability.png", "votes.md", "votes.png",
-    "strategies.md", "curves.csv", "accuracy_*.png", "risk_coverage_*.png", "reliability_*.png", "fitted",
-    "paper/*/*/*.csv",
-)  # fmt: skip
 
 
 def _overlap_with_training(

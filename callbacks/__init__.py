@@ -1,7 +1,5 @@
 """Lightning callbacks of the project, installed as ``selfcal_lightning.callbacks``."""
 
-from __future__ import annotations
-
 if __name__ != "selfcal_lightning.callbacks":
     raise ImportError("Import `selfcal_lightning.callbacks`: under the bare name its classes would exist twice.")
 

@@ -1,7 +1,5 @@
 """Stop a self-training policy when it collapses, and restore the last adapter that had not."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import asdict, replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Figures of the validation pool before training and after every validation: what such callbacks share."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from itertools import islice
 from pathlib import Path

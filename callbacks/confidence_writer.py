@@ -1,7 +1,5 @@
 """Write the confidences that ``predict`` computes into the sample store."""
 
-from __future__ import annotations
-
 import hashlib
 import uuid
 from datetime import UTC, datetime

@@ -1,7 +1,5 @@
 """Stop at a signal, with a checkpoint, and resume when the same command is run again."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

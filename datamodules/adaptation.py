@@ -1,7 +1,5 @@
 """Data module for test-time training: groups of responses with their advantages and targets, without gold answers."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, replace

@@ -1,7 +1,5 @@
 """Where the questions of a split come from, and the checks that keep splits apart."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

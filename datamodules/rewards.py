@@ -1,7 +1,5 @@
 """The data module of reward models: streams responses with targets at their steps from the sample store."""
 
-from __future__ import annotations
-
 import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence

@@ -5,8 +5,6 @@ table, then ``<!-- end -->``. The mark names the file and how a line begins (the
 it), and may leave out columns and rows by patterns for their first cell or cells.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 from fnmatch import fnmatchcase

@@ -3,8 +3,6 @@
 python examples/metrics_in_your_module.py
 """
 
-from __future__ import annotations
-
 import lightning
 import torch
 from torch.utils.data import DataLoader, TensorDataset

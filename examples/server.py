@@ -3,8 +3,6 @@
 python examples/server.py http://127.0.0.1:8000/v1 MODEL
 """
 
-from __future__ import annotations
-
 import sys
 
 import selfcal_lightning as sc

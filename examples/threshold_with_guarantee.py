@@ -3,8 +3,6 @@
 python examples/threshold_with_guarantee.py [FOLDER]
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

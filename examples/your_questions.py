@@ -3,8 +3,6 @@
 python examples/your_questions.py [FOLDER]
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

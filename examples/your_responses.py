@@ -3,8 +3,6 @@
 python examples/your_responses.py [FOLDER]
 """
 
-from __future__ import annotations
-
 import json
 import random
 import sys

@@ -3,8 +3,6 @@
 python examples/your_strategy.py
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass
 from typing import ClassVar

@@ -1,7 +1,5 @@
 """Entry point of ``selfcal`` and of ``python -m selfcal_lightning``."""
 
-from __future__ import annotations
-
 import atexit
 import os
 import sys

@@ -1,13 +1,11 @@
 """Record types shared by all packages. Frozen dataclasses, free of torch."""
 
-from __future__ import annotations
-
 import hashlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import Enum
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from selfcal_lightning.core.errors import InputError, check_at_least
 
@@ -38,7 +36,7 @@ class ModelIdentity:
     further: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def from_json(cls, content: Mapping[str, Any]) -> ModelIdentity:
+    def from_json(cls, content: Mapping[str, Any]) -> Self:
         """Return the identity that :meth:`as_json` gave; unknown fields become ``further``."""
         known = {name: content.get(name) for name in _names(cls)}
         return cls(**known, further={name: value for name, value in content.items() if name not in known})
@@ -72,7 +70,7 @@ class PromptIdentity:
     further: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def from_json(cls, content: Mapping[str, Any]) -> PromptIdentity:
+    def from_json(cls, content: Mapping[str, Any]) -> Self:
         """Return the identity that :meth:`as_json` or ``ChatFormat.describe`` gave."""
         known: dict[str, Any] = {name: content.get(name) for name in _names(cls)}
         ids = {name: tuple(known[name]) for name in ("suffix_ids", "yes_ids", "no_ids") if known[name] is not None}

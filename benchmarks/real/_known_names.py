@@ -1,7 +1,5 @@
 """A reader of country facts that knows all names, the test questions' among them: what it does to the figures."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

@@ -1,7 +1,5 @@
 """The commands behind the report on a real language model: each is what a user would type, and is not run twice."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import threading

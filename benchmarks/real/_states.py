@@ -1,7 +1,5 @@
 """Linear probes of the hidden states of a response: rivals of the adapter with its own targets, without training it."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path

@@ -7,8 +7,6 @@ their numbers. The confirmation split was made later; of the pairs up to 24 that
 common divisor 1, so its pairs go up to 36.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import re

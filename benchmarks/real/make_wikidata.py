@@ -7,8 +7,6 @@ Four relations in equal parts, of which SmolLM2-135M-Instruct knows a third to a
 native language of X is" becomes a question.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import re

@@ -5,8 +5,6 @@ the confidence query, and on what it chooses by the error on training questions 
 are of the test responses. Samples what `make report-real` samples, and reads the states in float32.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

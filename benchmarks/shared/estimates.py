@@ -1,9 +1,8 @@
 """Intervals over questions and seeds: every resample draws questions, the same ones for all seeds, and seeds."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Self
 
 import numpy as np
 
@@ -25,7 +24,7 @@ class Measured:
     errors: ErrorBounds
 
     @classmethod
-    def of(cls, scored: bootstrap.ScoredResponses) -> Measured:
+    def of(cls, scored: bootstrap.ScoredResponses) -> Self:
         columns = (scored.confidence, scored.correct, scored.question_index)
         rows = metric_columns(columns, list(SHORT_NAMES), num_resamples=RESAMPLES)
         return cls(rows, bootstrap.calibration_error_bounds(*columns, num_resamples=RESAMPLES))

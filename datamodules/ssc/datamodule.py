@@ -1,7 +1,5 @@
 """The data module of self-calibration: streams training tuples and a fixed validation pool from the sample store."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Which tuples make an epoch: two pools a task, one of them balanced over buckets of the target."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 

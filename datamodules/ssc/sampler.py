@@ -1,7 +1,5 @@
 """Deal the rows of an optimiser step to micro-batches: by length, or so that responses share their prompt."""
 
-from __future__ import annotations
-
 import heapq
 import os
 import signal

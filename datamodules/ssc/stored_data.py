@@ -1,7 +1,5 @@
 """The base of data modules over a sample store: their settings, and the loaders of training and of the fixed pools."""
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence

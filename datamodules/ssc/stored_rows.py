@@ -1,7 +1,5 @@
 """Reads the rows of splits and rounds from the sample store, and checks that they are those that were asked for."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from itertools import combinations

@@ -1,14 +1,12 @@
 """The view of the store that training and validation read: index columns in memory, tokens read when asked for."""
 
-from __future__ import annotations
-
 import copy
 import hashlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Literal, get_args
+from typing import Literal, Self, get_args
 
 import numpy as np
 from torch.utils.data import Dataset
@@ -152,7 +150,7 @@ class TupleTable:
         readable = np.array([answer is not None for answer in self.index.answer], dtype=bool)
         return readable & (np.nan_to_num(self.target) > eta)
 
-    def select(self, mask: np.ndarray, reasons: np.ndarray) -> TupleTable:
+    def select(self, mask: np.ndarray, reasons: np.ndarray) -> Self:
         dropped = Counter(zip(self.index.task[~mask], reasons[~mask], strict=True))
         columns = {name: getattr(self, name)[mask] for name in ("target", "correct", "length", "prompt_length")}
         auxiliary = None if self.auxiliary is None else self.auxiliary[mask]

@@ -6,8 +6,6 @@ The answer of a response is its last number, as in lm-evaluation-harness's flexi
 by reasoning-gym; see ``data/arithmetic/README.md``.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from pathlib import Path

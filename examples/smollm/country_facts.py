@@ -8,8 +8,6 @@ words inside names. There is no list of names. With one, an unlisted wrong answe
 word, and different wrong answers that are read as the same one would count as agreement, which the model would learn.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import unicodedata

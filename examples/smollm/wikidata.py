@@ -3,8 +3,6 @@
 selfcal generate --plugins examples/smollm/wikidata.py --task wikidata --model MODEL --store_dir samples
 """
 
-from __future__ import annotations
-
 from country_facts import DATA, SPLITS, CountryFacts
 
 from selfcal_lightning.data.tasks.dataset import DatasetTask, bare_question

@@ -4,8 +4,6 @@ Nothing is evaluated as code: expressions are parsed into fractions, token by to
 are not plain arithmetic and are skipped.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -1,12 +1,10 @@
 """An adapted model and its base compared on one set of questions, with intervals over the questions."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -35,8 +33,8 @@ class SampledSet:
     def num_samples(self) -> int:
         return min(len(entry.samples) for entry in self.entries)
 
-    def first(self, k: int) -> SampledSet:
-        return SampledSet(tuple(replace(entry, samples=entry.samples[:k]) for entry in self.entries))
+    def first(self, k: int) -> Self:
+        return replace(self, entries=tuple(replace(entry, samples=entry.samples[:k]) for entry in self.entries))
 
     def accuracy(self) -> Floats:
         return self.each(lambda samples: fmean(bool(one.correct) for one in samples))

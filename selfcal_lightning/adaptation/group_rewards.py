@@ -1,7 +1,5 @@
 """Rewards of the responses to a question, by name, computed from a store when they are needed."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import get_args
 

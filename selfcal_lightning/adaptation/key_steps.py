@@ -1,14 +1,12 @@
 """Key steps of a response, by rules or from a model that is asked for them; replies are never executed."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from selfcal_lightning.adaptation.equations import canonical_step, find_equations, is_number, step_key, step_numbers
 from selfcal_lightning.adaptation.selection_files import STEPS_FILE, Example, Selection, digest_of
@@ -18,10 +16,8 @@ from selfcal_lightning.data.store.manifest import read_record, write_record
 from selfcal_lightning.data.store.shards import StoreCorruptError
 from selfcal_lightning.data.tasks.extraction import final_part
 from selfcal_lightning.engines.base import MAX_FAILURES, Engine, FailuresInARow, RequestsFailedError
+from selfcal_lightning.models.chat_format import ChatFormat
 from selfcal_lightning.records import Message, Request, SamplingSettings, sample_seed
-
-if TYPE_CHECKING:
-    from selfcal_lightning.models.chat_format import ChatFormat
 
 # Reasons why a response has no key steps.
 EMPTY, NO_JSON, NO_SCHEMA = "empty", "no_json", "schema"

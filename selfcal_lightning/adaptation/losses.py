@@ -5,8 +5,6 @@ response; ``training.losses.share_of_step`` divides their sum by the total of th
 micro-batches and processes does not change the update.
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch

@@ -1,7 +1,5 @@
 """Test-time training: learning from own responses to unlabelled questions while staying calibrated."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple

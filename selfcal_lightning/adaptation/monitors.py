@@ -1,7 +1,5 @@
 """Label-free signs that a policy that learns from itself has moved too far from round 0."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Sequence

@@ -3,8 +3,6 @@
 A score of None is unknown: it is never chosen, and its question never kept. Thresholds are at least (``>=``).
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Rewards of exported questions for RL trainers: 1 where a response gives the label, else 0."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable, Sequence

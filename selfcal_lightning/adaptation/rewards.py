@@ -4,8 +4,6 @@ The response states its confidence (`<confidence>0.8</confidence>` or `Confidenc
 (`selfcal/TASK`) and `answer` of the data set, as `selfcal export-rl` writes them, say who judges against what.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

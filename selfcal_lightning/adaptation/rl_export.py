@@ -4,8 +4,6 @@ Written for their `RLHFDataset` and `MultiTurnSFTDataset`, `GRPOTrainer` and `SF
 them is imported: two cannot be installed together with this package.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterable, Sequence

@@ -1,7 +1,5 @@
 """The settings of `selfcal fit` behind an adaptation."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import combinations

@@ -3,8 +3,6 @@
 Rows point into the store by question, round and sample. The manifest also says whether any gold answer was read.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections import Counter

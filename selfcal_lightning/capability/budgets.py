@@ -1,7 +1,5 @@
 """What a budget of samples solves when predicted capability allocates it, compared with a uniform allocation."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial

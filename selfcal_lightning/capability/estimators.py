@@ -1,7 +1,5 @@
 """Estimators of capability: those that read only the question, and those that read some of its responses."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

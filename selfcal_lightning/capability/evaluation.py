@@ -1,10 +1,9 @@
 """Errors of capability estimates against verified responses, with paired bootstrap intervals over questions."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Self
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -44,7 +43,7 @@ class TestQuestions:
     def probabilities(self) -> dict[str, Floats]:
         return {name: values for name, values in self.estimates.items() if is_probability(values)}
 
-    def in_fixed_order(self) -> TestQuestions:
+    def in_fixed_order(self) -> Self:
         """Return the questions in an order that is not the pool's; equal estimates are taken in order."""
         rows = np.argsort([question_hash(name) for name in self.truth.question_id])
         estimates = {name: values[rows] for name, values in self.estimates.items()}

@@ -1,7 +1,5 @@
 """Predicted capability against the share of right samples, from one pass over the questions."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

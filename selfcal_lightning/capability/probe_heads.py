@@ -1,7 +1,5 @@
 """Heads of probes: from the standardised features of a question to a share in [0, 1]."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Literal
 

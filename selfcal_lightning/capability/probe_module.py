@@ -1,17 +1,16 @@
 """Probes of prompt states trained by gradient descent; ``fit-probe`` fits linear ones in closed form."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -24,9 +23,6 @@ from selfcal_lightning.models.folders import base_model_identity
 from selfcal_lightning.training.model_parallel import trainer_of
 from selfcal_lightning.training.modules import TrainedModule, needed_data, with_cosine
 from selfcal_lightning.training.settings import check_literals, check_not_negative, check_positive
-
-if TYPE_CHECKING:
-    from lightning.pytorch.utilities.types import OptimizerLRScheduler
 
 
 class ProbeBatch(NamedTuple):

@@ -1,12 +1,10 @@
 """Recorded questions, and what their responses say about capability."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Self, get_args
 
 import numpy as np
 
@@ -70,9 +68,9 @@ class QuestionTable:
         """The share of right responses, the plain estimate of capability [Q]; nan where one is not verified."""
         return self.num_correct / self.num_samples
 
-    def select(self, rows: np.ndarray) -> QuestionTable:
+    def select(self, rows: np.ndarray) -> Self:
         """Return the questions named by a mask [Q] or by their numbers, in that order."""
-        return QuestionTable(**{each.name: getattr(self, each.name)[rows] for each in fields(self)})
+        return type(self)(**{each.name: getattr(self, each.name)[rows] for each in fields(self)})
 
     def targets(self, name: Target, *, draws: int | None = None, seed: int = 0) -> Floats:
         """Return what a probe learns to predict [Q], in [0, 1]; ``draws`` estimates it from as few verdicts."""

@@ -1,7 +1,5 @@
 """Tables of estimates of capability, for the terminal and in Markdown."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 

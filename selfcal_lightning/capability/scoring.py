@@ -1,7 +1,5 @@
 """Scoring the capability of questions, of a store or of a file."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """``selfcal adapt``: train on the model's own responses to unlabelled questions, export, and evaluate."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """``selfcal answer``: questions in, answers out, each with as few samples as its confidence allows."""
 
-from __future__ import annotations
-
 import json as json_format
 import sys
 from collections.abc import Callable, Sequence
@@ -9,7 +7,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from selfcal_lightning.confidence import live
 from selfcal_lightning.confidence.domain import calibrated_in_domain
@@ -20,6 +18,7 @@ from selfcal_lightning.core.errors import InputError, RunError, check_at_least
 from selfcal_lightning.core.files import check_replaceable, has_first_keys, write_json_lines
 from selfcal_lightning.core.progress import Progress, say
 from selfcal_lightning.data.step_settings import RewardSettings
+from selfcal_lightning.data.steps import StepStops
 from selfcal_lightning.data.tasks.registry import get_task
 from selfcal_lightning.data.tasks.rows import Columns
 from selfcal_lightning.engines.base import MAX_FAILURES
@@ -35,9 +34,6 @@ from selfcal_lightning.models.chat_format import DEFAULT_QUERY, Prompt, put_prom
 from selfcal_lightning.models.folders import resolve_model
 from selfcal_lightning.records import Question, Sample, SamplingSettings, Verdict
 from selfcal_lightning.rewards.answering import check_live_rewards, check_search, open_live_rewards, open_search
-
-if TYPE_CHECKING:
-    from selfcal_lightning.data.steps import StepStops
 
 
 @dataclass(frozen=True)

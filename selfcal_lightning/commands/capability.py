@@ -3,8 +3,6 @@
 Each checks where it writes, reads a pool or scores, computes, writes, and says in a line or two what it found.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Mapping, Sequence

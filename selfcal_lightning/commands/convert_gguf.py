@@ -1,7 +1,5 @@
 """``selfcal convert-gguf``: the quantised weights of a GGUF file as a folder that every verb takes as a model."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import struct

@@ -1,7 +1,5 @@
 """``selfcal demo``: the main job on the bundled model, as the very commands that a user would type."""
 
-from __future__ import annotations
-
 import os
 import sys
 import time

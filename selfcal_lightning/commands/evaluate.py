@@ -1,7 +1,5 @@
 """``selfcal evaluate``: models or recorded pools in; calibration, strategies and their intervals out."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, is_dataclass, replace

@@ -1,7 +1,5 @@
 """``selfcal fit-confidence``, ``fit-response-probe`` and ``fit-threshold``."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path

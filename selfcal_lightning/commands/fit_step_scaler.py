@@ -1,7 +1,5 @@
 """``selfcal fit-step-scaler``: calibrate the step scores of a reward model without training it."""
 
-from __future__ import annotations
-
 from itertools import islice
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """``selfcal generate``: sample responses with their confidences into a store, resumable, on many GPUs and machines."""
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

@@ -1,7 +1,5 @@
 """``selfcal fit | validate | test | predict``: the LightningCLI with the project's links and defaults."""
 
-from __future__ import annotations
-
 import inspect
 import logging
 import sys

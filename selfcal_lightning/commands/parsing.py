@@ -1,7 +1,5 @@
 """The parser of a verb. It says what is wrong in one line: jsonargparse's own words without its tree of attempts."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import inspect

@@ -1,7 +1,5 @@
 """Pools and stores: import, export, and re-extraction of answers."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict

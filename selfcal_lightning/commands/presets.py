@@ -4,8 +4,6 @@
 preset is a training YAML; the model, the questions and the output folders are put into it.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import shlex

@@ -1,7 +1,5 @@
 """The main job from Python: ``calibrate``, ``answer`` and ``evaluate`` do what the verbs do, and return records."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Mapping, Sequence

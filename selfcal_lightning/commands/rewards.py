@@ -1,7 +1,5 @@
 """``selfcal rollout`` and ``import-prefixes``: success rates of the prefixes of responses."""
 
-from __future__ import annotations
-
 import tempfile
 from dataclasses import dataclass, replace
 from functools import partial

@@ -1,7 +1,5 @@
 """``selfcal score``: put further confidences on recorded responses, so that a pool is sampled once and scored often."""
 
-from __future__ import annotations
-
 from selfcal_lightning.confidence.registry import CriteriaSettings
 from selfcal_lightning.confidence.scoring import PoolScoring, ScoreReport, StoreScoring, score_pool, score_store
 from selfcal_lightning.confidence.scoring_model import ModelSettings

@@ -1,7 +1,5 @@
 """``selfcal select``, ``extract-steps`` and ``export-rl``: training data from a store, its key steps, its export."""
 
-from __future__ import annotations
-
 import sys
 from contextlib import ExitStack
 from pathlib import Path

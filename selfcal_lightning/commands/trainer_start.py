@@ -1,7 +1,5 @@
 """The Trainer's verbs before slow imports: a short help, and settings that cannot work."""
 
-from __future__ import annotations
-
 import os
 import sys
 import textwrap

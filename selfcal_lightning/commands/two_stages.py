@@ -1,7 +1,5 @@
 """``selfcal tune-and-calibrate``: a tuned generator, and on top of it an adapter that knows when it is right."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import sys

@@ -1,7 +1,5 @@
 """``selfcal verify``: a model decides which answers are right, where comparing texts falls short."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import closing

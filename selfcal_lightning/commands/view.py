@@ -1,7 +1,5 @@
 """``selfcal view``: look at a store, a pool or an evaluation, or at two of them side by side."""
 
-from __future__ import annotations
-
 import webbrowser
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path

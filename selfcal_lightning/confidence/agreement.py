@@ -1,12 +1,10 @@
 """Confidences of models that show nothing but text: how far the responses to a question agree, and what they state."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from selfcal_lightning.confidence.base import MEAN_LOGPROB, STATED, VOTE_SHARE, confidence_of
 from selfcal_lightning.confidence.verbalized import Verbalized
@@ -84,7 +82,7 @@ class Agreement:
     needs_pool: ClassVar[bool] = True
     reads: ClassVar[str] = "pool"
 
-    def __call__(self, *, entailment: str | Entails | None = None) -> Agreement:
+    def __call__(self, *, entailment: str | Entails | None = None) -> Self:
         """Return the estimator that clusters by the classifier in a folder or on the hub; without one, by answers."""
         return replace(self, entails=EntailmentModel(entailment) if isinstance(entailment, str) else entailment)
 

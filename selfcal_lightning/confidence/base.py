@@ -1,7 +1,5 @@
 """The interface of estimators, how a confidence is read from a sample, and the tokens of a response and its steps."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Sequence

@@ -1,7 +1,5 @@
 """Numbers from a response's logits and hidden states: of its tokens, its steps, its windows and its layers."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass

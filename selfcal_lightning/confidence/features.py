@@ -5,11 +5,10 @@ probability, or ``num_tokens``, the length of the response. Each depends on one 
 sampling.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,7 +41,7 @@ class ResponseTable:
         return np.asarray(~np.isnan(self.values).any(axis=1))
 
     @classmethod
-    def from_pool(cls, pool: Sequence[QuestionSamples], features: Sequence[str]) -> ResponseTable:
+    def from_pool(cls, pool: Sequence[QuestionSamples], features: Sequence[str]) -> Self:
         samples = [sample for entry in pool for sample in entry.samples]
         if not samples:
             raise InputError("Expected `pool` to hold at least one response, but got none.")

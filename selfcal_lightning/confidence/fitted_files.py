@@ -1,7 +1,5 @@
 """JSON files of fitted objects: an envelope with format, version, kind and hash, checked on reading."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar

@@ -1,7 +1,5 @@
 """Verification by a model: its grading prompts and how replies are parsed. Replies are never executed."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping

@@ -1,7 +1,5 @@
 """Estimators by name, for ``selfcal score --estimator``, and what each needs."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass

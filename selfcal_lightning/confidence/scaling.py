@@ -3,14 +3,12 @@
 Scaling changes the values of a confidence but not its ranking (isotonic regression may add ties).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 import numpy as np
 
@@ -89,7 +87,7 @@ class TemperatureMap:
     temperature: float
 
     @classmethod
-    def fit(cls, values: Floats, targets: Floats) -> TemperatureMap:
+    def fit(cls, values: Floats, targets: Floats) -> Self:
         """Find the temperature in [0.01, 100] with the lowest cross-entropy.
 
         The cross-entropy of ``sigmoid(b x)`` is convex in ``b = 1 / T``, so its derivative has one root. An
@@ -125,7 +123,7 @@ class PlattMap:
     takes_logit: bool
 
     @classmethod
-    def fit(cls, values: Floats, targets: Floats, *, takes_logit: bool) -> PlattMap:
+    def fit(cls, values: Floats, targets: Floats, *, takes_logit: bool) -> Self:
         """Fit slope and intercept to Platt's targets, which keep the fit finite.
 
         The n1 right responses get ``(n1 + 1) / (n1 + 2)`` and the n0 wrong ones ``1 / (n0 + 2)``.
@@ -158,7 +156,7 @@ class IsotonicMap:
     y: tuple[float, ...]  # probabilities at them [K]
 
     @classmethod
-    def fit(cls, values: Floats, targets: Floats) -> IsotonicMap:
+    def fit(cls, values: Floats, targets: Floats) -> Self:
         """Fit the non-decreasing function with the least squared error."""
         from sklearn.isotonic import IsotonicRegression
 
@@ -232,7 +230,7 @@ class Scaler:
         }  # fmt: skip
 
     @classmethod
-    def from_json(cls, kind: str, content: Mapping[str, Any]) -> Scaler:
+    def from_json(cls, kind: str, content: Mapping[str, Any]) -> Self:
         held_out = content["held_out_scores"] or {}
         scores = content["scores"] | {f"held_out_{name}": row for name, row in held_out.items()}
         read: dict[str, Any] = {name: content[name] for name in ("name", "source", "needs_pool")}

@@ -1,7 +1,5 @@
 """Scoring recorded responses with confidence estimators."""
 
-from __future__ import annotations
-
 import json
 import math
 import time
@@ -11,7 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import numpy as np
 
@@ -59,7 +57,7 @@ class PoolTarget:
             raise InputError(f"Expected {path} to hold responses, but got none.")
         self._scores: dict[int, dict[str, float | None]] = {}
 
-    def __enter__(self) -> PoolTarget:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
@@ -156,7 +154,7 @@ class StoreTarget:
             return np.zeros(self.num_responses, dtype=bool)
         return annotation.scored(self.index, self._shards)
 
-    def __enter__(self) -> StoreTarget:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:

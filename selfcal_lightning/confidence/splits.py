@@ -3,11 +3,9 @@
 Questions are identified by id and by content, since one file read as two splits gives its lines different ids.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,23 +29,21 @@ class FittedOn:
         return len(self.question_hashes)
 
     @classmethod
-    def from_questions(
-        cls, questions: Iterable[str | Question], *, num_responses: int, num_left_out: int = 0
-    ) -> FittedOn:
+    def from_questions(cls, questions: Iterable[str | Question], *, num_responses: int, num_left_out: int = 0) -> Self:
         found = list(map(_keys_of, questions))
         ids = {name for name, _ in found}
         contents = tuple(sorted({content for _, content in found if content is not None}))
         return cls(split_hash(ids), tuple(sorted(map(_hex_hash, ids))), contents, num_responses, num_left_out)
 
     @classmethod
-    def from_pool(cls, pool: Sequence[QuestionSamples], used: NDArray[np.bool_] | None = None) -> FittedOn:
+    def from_pool(cls, pool: Sequence[QuestionSamples], used: NDArray[np.bool_] | None = None) -> Self:
         """Build the record of a pool; ``used`` tells which of its responses enter the fit, all if None."""
         total = sum(len(entry.samples) for entry in pool)
         count = total if used is None else int(used.sum())
         return cls.from_questions((e.question for e in pool), num_responses=count, num_left_out=total - count)
 
     @classmethod
-    def from_json(cls, content: Mapping[str, Any]) -> FittedOn:
+    def from_json(cls, content: Mapping[str, Any]) -> Self:
         ids, contents = (tuple(content[name]) for name in ("question_hashes", "content_hashes"))
         return cls(content["split_hash"], ids, contents, content["num_responses"], content["num_left_out"])
 

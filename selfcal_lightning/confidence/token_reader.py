@@ -1,16 +1,15 @@
 """Token statistics from a local model; one forward pass over prompt and response serves all estimators."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import chain, groupby
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from selfcal_lightning.confidence import certainty
 from selfcal_lightning.confidence.base import entry_ids, steps_of
@@ -19,13 +18,9 @@ from selfcal_lightning.data.step_settings import Steps
 from selfcal_lightning.data.steps import Span
 from selfcal_lightning.engines.transformers.prompt_states import decoder_of, watch_levels
 from selfcal_lightning.models.causal_lm import forward_arguments, selected_logits, without_cudnn
+from selfcal_lightning.models.chat_format import ChatFormat
 from selfcal_lightning.models.packing import PrefixTree, packs_rightly, prefer_segments, shared_prefix_problem
 from selfcal_lightning.records import QuestionSamples
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from selfcal_lightning.models.chat_format import ChatFormat
 
 T = TypeVar("T")
 # Tokens of a prompt, and of a response to it.

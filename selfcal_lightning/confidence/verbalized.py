@@ -1,7 +1,5 @@
 """Verbalised confidence: the scales on which a model states its confidence, and how replies are parsed."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The YAML files of a command line, read before slow imports."""
 
-from __future__ import annotations
-
 import os
 import stat
 from collections.abc import Iterator, Mapping, Sequence

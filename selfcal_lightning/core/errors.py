@@ -3,8 +3,6 @@
 Anything that is neither a :class:`UserError` nor an OSError is a bug in this package, and is reported as one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from difflib import get_close_matches
 

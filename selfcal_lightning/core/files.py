@@ -4,8 +4,6 @@ A file is written under a temporary name in its own folder, flushed and renamed.
 temporary file, which the kernel releases even after SIGKILL, so a clean-up can tell abandoned files from live ones.
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import hashlib

@@ -1,7 +1,5 @@
 """Optional dependencies, and the error that says how to install a missing one."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import logging

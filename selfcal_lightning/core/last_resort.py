@@ -1,7 +1,5 @@
 """How a command reports its failure: a user's mistake in one sentence, a bug of ours with the way to a traceback."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

@@ -1,14 +1,12 @@
 """The plan of a run: what it will do, computed before anything is sampled, loaded or written."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, Self, runtime_checkable
 
 from selfcal_lightning.core.errors import InputError
 
@@ -95,7 +93,7 @@ class Speed:
     trained: float
     device: str
 
-    def over(self, processes: int) -> Speed:
+    def over(self, processes: int) -> Self:
         return replace(self, sampled=self.sampled / processes, trained=self.trained / processes)
 
 

@@ -4,8 +4,6 @@ The user names them (``--plugins``, or ``plugins`` in a YAML file) or installs t
 loaded from a model folder or from data. Child processes get the same plug-ins through the environment.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import json

@@ -1,7 +1,5 @@
 """Processes that wait for each other, for hours, through files on a shared disk; a collective would time out."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os
@@ -16,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from selfcal_lightning.core.errors import RunError
 from selfcal_lightning.core.files import to_json, write_atomically
@@ -79,7 +77,7 @@ class Rendezvous:
             self._show_surely(state, problem)
 
     @contextmanager
-    def together(self) -> Iterator[Rendezvous]:
+    def together(self) -> Iterator[Self]:
         with self.working():
             yield self
         self.meet()

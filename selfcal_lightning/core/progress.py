@@ -1,12 +1,10 @@
 """Progress of long runs: a bar on a terminal, plain lines in a log file, both on standard error."""
 
-from __future__ import annotations
-
 import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator
-from typing import TypeVar
+from typing import Self, TypeVar
 
 from tqdm import tqdm
 
@@ -31,7 +29,7 @@ class Progress:
         self._started = self._written = 0.0
         self._first: tuple[float, int] | None = None  # when something was finished for the first time, and how much
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> Self:
         self._started = self._written = time.monotonic()
         if self._enabled and sys.stderr.isatty():
             delay = QUICK_SECONDS if self._only_if_slow else 0.0
@@ -84,7 +82,7 @@ class Stage:
         self._started = 0.0
         self._teller = threading.Thread(target=self._tell, name=label, daemon=True)
 
-    def __enter__(self) -> Stage:
+    def __enter__(self) -> Self:
         self._started = time.monotonic()
         self._teller.start()
         return self

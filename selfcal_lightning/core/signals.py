@@ -1,7 +1,5 @@
 """Signals that ask a run to stop. The handler only sets a flag; the work checks it where it can stop safely."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

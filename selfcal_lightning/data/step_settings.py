@@ -1,7 +1,5 @@
 """How responses are cut into steps and which reward model scores them, as the command line reads it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal, get_args
 

@@ -1,7 +1,5 @@
 """Checks on a few prompts that an engine applies an activated adapter to its query only. No torch."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple

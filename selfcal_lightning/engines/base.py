@@ -1,7 +1,5 @@
 """The contract of an engine: who produces text and probabilities."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence

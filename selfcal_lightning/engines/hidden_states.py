@@ -1,7 +1,5 @@
 """Hidden states of prompts: which engines give them, and what they give."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

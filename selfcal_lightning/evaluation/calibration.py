@@ -1,7 +1,5 @@
 """Calibration before and after on each side's own samples: the table, the figure and the fixed keys."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Which strategies an evaluation runs: by label, with every confidence that they can read, over whole grids."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Figures as ``matplotlib.figure.Figure``: no pyplot, no global state, safe in threads and on servers."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Where an evaluation's samples come from: models that are sampled now, or pools that were recorded."""
 
-from __future__ import annotations
-
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Responses of two models to the same questions: metrics, the keys of ``results.json``, and what they say in words."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Mapping, Sequence

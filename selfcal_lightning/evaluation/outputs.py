@@ -1,7 +1,5 @@
 """What an evaluation of strategies leaves behind: tables on the terminal, Markdown, CSV, figures and JSON."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The report of recorded samples as one HTML file: what was measured, every question, every response."""
 
-from __future__ import annotations
-
 import base64
 import gzip
 import hashlib

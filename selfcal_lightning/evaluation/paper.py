@@ -5,8 +5,6 @@ questions without a readable response are left out, and there is one order, that
 published figures, never to judge a method.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path

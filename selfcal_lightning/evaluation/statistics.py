@@ -1,7 +1,5 @@
 """From curves to rows: accuracy at a budget, cost at an accuracy, with paired intervals over questions; consensus."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Strategies on one test set: its confidences and budget, curves on the sides' own samples, and the report on them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache

@@ -1,7 +1,5 @@
 """Writers of tables (terminal, Markdown, CSV), and the comparison of metrics before and after."""
 
-from __future__ import annotations
-
 import csv
 import io
 from collections.abc import Iterable, Sequence

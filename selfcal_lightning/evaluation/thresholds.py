@@ -1,7 +1,5 @@
 """Fitted thresholds: files of those that an evaluation chooses, and reports on given ones."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path

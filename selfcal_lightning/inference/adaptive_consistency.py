@@ -1,7 +1,5 @@
 """Adaptive consistency: sample one at a time until the answers agree enough."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache

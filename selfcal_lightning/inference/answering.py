@@ -1,7 +1,5 @@
 """The output of ``selfcal answer``: a few lines of text, or a JSON object."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape

@@ -1,7 +1,5 @@
 """Samples from a server that shows nothing but text: neither token ids nor, often, log-probabilities."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import math

@@ -1,12 +1,10 @@
 """What ``selfcal answer`` sets up before sampling: the strategy, fitted confidences and thresholds, the engine."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from selfcal_lightning.confidence.base import P_TRUE
 from selfcal_lightning.confidence.fusion import FittedScorer
@@ -102,7 +100,7 @@ class CalibratedDefaults:
     manifest: Path | None = None
 
     @classmethod
-    def of(cls, model: str, adapter: str | None) -> CalibratedDefaults:
+    def of(cls, model: str, adapter: str | None) -> Self:
         folder, manifest = _calibration(model, adapter)
         store = manifest.get("store") or {}
         tasks = store.get("tasks") or []

@@ -1,7 +1,5 @@
 """Runs a strategy on many questions at once, over one live source of samples."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace

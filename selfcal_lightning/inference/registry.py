@@ -1,7 +1,5 @@
 """All strategies by name. To add one, write a class like the others and list it here, or register it from a plug-in."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import MISSING, fields, is_dataclass
 from pkgutil import resolve_name

@@ -1,23 +1,23 @@
 """Sources of samples for a strategy: a live engine, and the replay of recorded samples."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from selfcal_lightning.confidence.base import P_TRUE, STORED, MissingConfidenceError, SampleScorer, add_scores
 from selfcal_lightning.confidence.registry import refuse_looking_ahead
 from selfcal_lightning.core.errors import InputError, RunError, check_at_least
+from selfcal_lightning.data.steps import StepStops
 from selfcal_lightning.data.tasks.base import Task
 from selfcal_lightning.data.tasks.judging import Judge, continued
 from selfcal_lightning.data.tasks.registry import get_task
 from selfcal_lightning.engines import base
 from selfcal_lightning.engines.base import MAX_FAILURES, Engine, RequestsFailedError, mass_of
 from selfcal_lightning.inference.base import WHOLE, AskKind, Strategy, refuse_parts
+from selfcal_lightning.models.chat_format import ChatFormat
 from selfcal_lightning.records import (
     Question,
     QuestionSamples,
@@ -29,10 +29,6 @@ from selfcal_lightning.records import (
     Verdict,
     sample_seed,
 )
-
-if TYPE_CHECKING:
-    from selfcal_lightning.data.steps import StepStops
-    from selfcal_lightning.models.chat_format import ChatFormat
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,5 @@
 """Stopping rules: the first confident sample, windows of equal answers, and a Bayesian posterior over the answers."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from operator import itemgetter

@@ -6,15 +6,13 @@ will be used, so every calibration question needs as many responses as the strat
 a scaler or fusion was fitted on, and record their own, so that nothing is reported on them.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, TypeVar, cast
+from typing import Any, Literal, Self, TypeAlias, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,7 +57,7 @@ class GridOutcome:
     @classmethod
     def empty(
         cls, grid: Sequence[float], num_questions: int, *, num_orders: int, width: int, most_tokens: float | None = None
-    ) -> GridOutcome:
+    ) -> Self:
         """Return sums of nothing, to which orders are added."""
         shape = len(grid), num_questions
         correct, samples = (np.zeros(shape, np.min_scalar_type(most)) for most in (num_orders, num_orders * width))
@@ -330,7 +328,7 @@ class FittedThreshold:
         return {**content, "promise": self.promise, "fitted_on": self.fitted_on.as_json()}
 
     @classmethod
-    def from_json(cls, content: Mapping[str, Any]) -> FittedThreshold:
+    def from_json(cls, content: Mapping[str, Any]) -> Self:
         names = [field.name for field in fields(cls) if field.name != "fitted_on"]
         return cls(**{name: content[name] for name in names}, fitted_on=FittedOn.from_json(content["fitted_on"]))
 
@@ -338,7 +336,7 @@ class FittedThreshold:
         save_fitted(path, KIND, self.as_json())
 
     @classmethod
-    def load(cls, path: str | Path) -> FittedThreshold:
+    def load(cls, path: str | Path) -> Self:
         return load_whole(path, (KIND,), lambda _, content: cls.from_json(content))
 
 

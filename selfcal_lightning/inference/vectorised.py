@@ -4,11 +4,9 @@ No Python loop runs over questions; loops over samples work on vectors of Q numb
 vote came first. Reshuffling a pool does not renumber its answer codes, so the order of codes decides nothing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,7 +48,7 @@ class PoolArrays:
     drawn: Drawn | None = field(default=None, repr=False, compare=False)  # None for arrays not built from samples
 
     @classmethod
-    def from_samples(cls, pool: Sequence[QuestionSamples], *, confidence: str | None = None) -> PoolArrays:
+    def from_samples(cls, pool: Sequence[QuestionSamples], *, confidence: str | None = None) -> Self:
         width = max((len(entry.samples) for entry in pool), default=0)
         shape = len(pool), width
         answer = np.full(shape, UNREADABLE, dtype=np.int32)
@@ -67,7 +65,7 @@ class PoolArrays:
         plain = cls(ids, length, answer, values, correct, tokens, drawn)
         return plain if confidence is None else plain.with_confidence(pool, confidence)
 
-    def with_confidence(self, pool: Sequence[QuestionSamples], confidence: str, *, query_tokens: int = 0) -> PoolArrays:
+    def with_confidence(self, pool: Sequence[QuestionSamples], confidence: str, *, query_tokens: int = 0) -> Self:
         """Add a confidence to arrays that :meth:`from_samples` built from ``pool`` without one."""
         samples = [sample for entry in pool for sample in entry.samples]
         is_sample = np.arange(self.answer.shape[1]) < self.length[:, None]
@@ -89,7 +87,7 @@ class PoolArrays:
         positions = self.drawn.order[row, : self.length[row]]
         return replace(entry, samples=tuple(entry.samples[position] for position in positions))
 
-    def in_orders(self, order: NDArray[np.int64], questions: slice = slice(None)) -> PoolArrays:
+    def in_orders(self, order: NDArray[np.int64], questions: slice = slice(None)) -> Self:
         """Return the pool in r stacked orders: row i holds the samples of question i % Q in ``order[i]``."""
         ids = self.question_ids[questions]
         times, length = len(order) // len(ids), np.full(len(order), order.shape[1], dtype=np.int64)

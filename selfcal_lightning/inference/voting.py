@@ -1,7 +1,5 @@
 """Strategies that draw the whole budget at once: plain and weighted votes, best of N, and an oracle."""
 
-from __future__ import annotations
-
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence

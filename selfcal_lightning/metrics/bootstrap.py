@@ -5,12 +5,11 @@ sorted column) for many resamples at once. Intervals are percentiles of the resa
 where percentiles miss a small true value: see :mod:`selfcal_lightning.metrics.calibration`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
+from typing import Self
 
 import numpy as np
 
@@ -56,7 +55,7 @@ class Estimate:
         return self.low > 0.0
 
     @classmethod
-    def from_resamples(cls, value: float, resampled: Floats, *, level: float = 0.95) -> Estimate:
+    def from_resamples(cls, value: float, resampled: Floats, *, level: float = 0.95) -> Self:
         """Build the estimate from its value and the values of the resamples [R]; NaN means undefined."""
         _check_level(level)
         defined = resampled[~np.isnan(resampled)]
@@ -67,7 +66,7 @@ class Estimate:
     @classmethod
     def from_bounds(
         cls, bounds: ErrorBounds | None, *, least: float = -np.inf, most: float = np.inf, level: float = 0.95
-    ) -> Estimate:
+    ) -> Self:
         """Build the estimate from bounds of a calibration error, with its interval clipped to the possible range."""
         _check_level(level)
         if bounds is None or np.isnan(bounds.value):

@@ -1,7 +1,5 @@
 """Agreement among the responses to one question: the targets of self-calibration."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

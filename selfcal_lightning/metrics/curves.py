@@ -1,7 +1,5 @@
 """Accuracy against cost: the accuracy within a budget, and the cost of reaching an accuracy."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -4,8 +4,6 @@ Every function takes sequences, NumPy arrays or tensors, computes in float64, do
 scores, and returns None where it is undefined. Unreadable responses count as wrong.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -3,8 +3,6 @@
 Colours: blue is before, orange after; green is right, red wrong. Both pairs also differ in lightness.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import cast
 

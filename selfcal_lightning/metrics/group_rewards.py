@@ -4,8 +4,6 @@ Each gives one reward per response, higher is better. Unreadable responses count
 if the whole group is unreadable, all rewards are None. An empty answer is unreadable too.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections import Counter

@@ -16,8 +16,6 @@ Reference:
     Angelopoulos, Bates, Candes, Jordan and Lei, Learn then Test, arXiv 2110.01052, sections 2 and 3.
 """
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_left
 from dataclasses import dataclass

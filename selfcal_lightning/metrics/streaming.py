@@ -1,7 +1,5 @@
 """Streaming metrics whose states survive a process without data and a cast to bfloat16."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal

@@ -1,7 +1,5 @@
 """Bounds on what the files of a model or an adapter may say, since they may come from anybody."""
 
-from __future__ import annotations
-
 import functools
 import json
 import re

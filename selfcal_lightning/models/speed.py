@@ -1,7 +1,5 @@
 """How fast a model runs here: a guess for plans, from its size and a matrix product timed on this machine."""
 
-from __future__ import annotations
-
 import time
 from functools import cache
 

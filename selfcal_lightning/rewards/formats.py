@@ -1,7 +1,5 @@
 """Formats of reward models: how a response is written, where its score is read, and by which head."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, get_args
 

@@ -3,8 +3,6 @@
 Positions are those of ``data.steps.POSITIONS``. Only a few float64 sums for each are kept and exchanged.
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Reward models of a local folder, run by transformers or by vLLM; their heads are read by tensor name."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

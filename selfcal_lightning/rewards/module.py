@@ -1,17 +1,18 @@
 """A process reward model on top of a policy: after every step, the chance of a right answer, with quantiles."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import Any, Literal, cast
 
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from transformers import PreTrainedModel
 
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.core.imports import class_path
@@ -40,12 +41,6 @@ from selfcal_lightning.training.model_parallel import callbacks_of, trainer_of
 from selfcal_lightning.training.modules import check_stated, plain_settings, trained_parameters, with_cosine
 from selfcal_lightning.training.settings import AdapterSettings, OptimizerSettings, check_not_negative, check_positive
 from selfcal_lightning.training.support import Support, Way, check_features
-
-if TYPE_CHECKING:
-    from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
-    from torch.optim import Optimizer
-    from transformers import PreTrainedModel
-
 
 ROW_COLUMNS = ("last_place", "target", "correct", "weight", "task", "row")
 

@@ -1,7 +1,5 @@
 """Success rates of rollouts, read from their store, and the targets of reward models."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise

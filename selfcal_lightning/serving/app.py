@@ -1,7 +1,5 @@
 """The routes of the server, and the protocol of HTTP around the desk."""
 
-from __future__ import annotations
-
 import asyncio
 import hmac
 import json

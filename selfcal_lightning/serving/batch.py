@@ -1,7 +1,5 @@
 """OpenAI's batch format: a file of requests in, a file of answers out, each line once, also after a kill."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

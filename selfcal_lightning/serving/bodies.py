@@ -1,7 +1,5 @@
 """What clients send: bodies of the OpenAI protocol with one object ``selfcal`` inside, checked where they come in."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 

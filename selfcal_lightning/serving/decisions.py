@@ -1,7 +1,5 @@
 """``/v1/systemone``: a chance for each allowed answer, in the fields of vLLM's structured decisions."""
 
-from __future__ import annotations
-
 import json
 import string
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """What clients say was right: a pool that `fit-confidence` reads, and what the server is worth by it."""
 
-from __future__ import annotations
-
 import math
 from collections import OrderedDict
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What clients get: completions of the OpenAI protocol, whole or streamed, each with its object ``selfcal``."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace

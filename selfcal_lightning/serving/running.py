@@ -1,7 +1,5 @@
 """The process around the application: sockets, signals, and the end."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import signal

@@ -1,7 +1,5 @@
 """How a server answers, as the command line reads it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any

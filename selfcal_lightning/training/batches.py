@@ -1,7 +1,5 @@
 """The training and validation batch: responses followed by the confidence query, with prompts repeated or shared."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn, Self, dataclass_transform
 

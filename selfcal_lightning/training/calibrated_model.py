@@ -1,16 +1,17 @@
 """The model that is calibrated: loaded with its adapter, checked, scored, and exported."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.core.files import read_json_object
@@ -32,11 +33,6 @@ from selfcal_lightning.training.metrics import CalibrationMetrics
 from selfcal_lightning.training.model_parallel import AdapterModelParallelStrategy, join_forward, shard_like, trainer_of
 from selfcal_lightning.training.modules import ExportKind, ScoringModule, with_cosine
 from selfcal_lightning.training.support import check_support
-
-if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
-    from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
-    from transformers import PreTrainedModel
 
 QUERY_TOKENS = 16  # of the turns around a query
 

@@ -1,7 +1,5 @@
 """Checkpoints: written atomically, read without running code, refused if they belong to another model or run."""
 
-from __future__ import annotations
-
 import hashlib
 import random
 import re

@@ -1,7 +1,5 @@
 """Losses of confidences, rates and ranks. They take tensors, keep gradients, and compute in float32 or wider."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

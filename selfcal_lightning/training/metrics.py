@@ -1,10 +1,8 @@
 """All numbers of a validation epoch, per task and overall, from one pass over the responses."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -37,8 +35,8 @@ class CalibrationPoints:
     question_index: arrays.Integers
     task: NDArray[np.str_]
 
-    def select(self, mask: NDArray[np.bool_]) -> CalibrationPoints:
-        return CalibrationPoints(**{name: column[mask] for name, column in vars(self).items()})
+    def select(self, mask: NDArray[np.bool_]) -> Self:
+        return type(self)(**{name: column[mask] for name, column in vars(self).items()})
 
     @property
     def questions(self) -> arrays.Integers:

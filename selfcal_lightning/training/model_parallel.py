@@ -1,7 +1,5 @@
 """Fully sharded training (FSDP2) of adapters and of whole models, as a strategy of Lightning's Trainer."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Base classes of modules that are trained on top of a base model: checkpoints, exports, scores, learning rates."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping

@@ -1,17 +1,16 @@
 """Checks that an engine serves the trained adapter, by comparing log-probabilities of recorded tokens."""
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
+from transformers import PreTrainedModel
 
 from selfcal_lightning.core.errors import InputError, RunError
 from selfcal_lightning.data.store.shards import SampleIndex, StoredRow
@@ -20,13 +19,9 @@ from selfcal_lightning.engines.base import Engine
 from selfcal_lightning.engines.transformers.model import MASKABLE_ATTENTION, exact_head
 from selfcal_lightning.metrics import arrays, calibration, consistency, discrimination
 from selfcal_lightning.models import causal_lm, folders, lora
+from selfcal_lightning.models.chat_format import ChatFormat
 from selfcal_lightning.training.calibrated_model import ConfidenceModel
 from selfcal_lightning.training.export import write_export
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from selfcal_lightning.models.chat_format import ChatFormat
 
 _LOG = logging.getLogger(__name__)
 

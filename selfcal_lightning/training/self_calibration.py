@@ -1,7 +1,5 @@
 """Self-calibration: train a model so that one forward pass gives its soft self-consistency."""
 
-from __future__ import annotations
-
 import math
 import resource
 import sys

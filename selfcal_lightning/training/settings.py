@@ -1,7 +1,5 @@
 """Settings of the modules: adapter, memory, optimiser and losses. Checked once, on construction."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Mapping

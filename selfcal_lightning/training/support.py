@@ -1,7 +1,5 @@
 """Which strategy, device and precision supports which feature: one table and its check."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Literal
 

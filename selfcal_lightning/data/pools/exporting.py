@@ -1,7 +1,5 @@
 """Samples of a store as a JSON-lines pool, or as the logs of other tools as far as their formats allow."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections import Counter

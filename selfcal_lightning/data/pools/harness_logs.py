@@ -4,8 +4,6 @@ Each reader yields one record per response and counts what it leaves out, by rea
 lists the tools and what their logs cannot say.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import math

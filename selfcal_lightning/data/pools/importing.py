@@ -1,7 +1,5 @@
 """Responses made elsewhere, from a JSON-lines pool, two sampled files or a log, into a store."""
 
-from __future__ import annotations
-
 import hashlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -10,8 +10,6 @@ given. ``tokens`` is the length of the response or its token ids. ``split`` and 
 ``finish`` of a response are optional, and are written on export. Other keys are an error.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Published training records of self-calibration: ``input, answer, weighted_consistency, consistency``."""
 
-from __future__ import annotations
-
 import hashlib
 import re
 from collections import Counter

@@ -1,14 +1,12 @@
 """Recorded pools: a JSON-lines file of responses made elsewhere, or a split of a store."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from hashlib import blake2b
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -41,7 +39,7 @@ class RecordedPool:
         """The question with the fewest samples, the first of them."""
         return min(self.entries, key=lambda entry: len(entry.samples))
 
-    def subset(self, question_ids: set[str]) -> RecordedPool:
+    def subset(self, question_ids: set[str]) -> Self:
         return replace(self, entries=tuple(entry for entry in self.entries if entry.question.id in question_ids))
 
 

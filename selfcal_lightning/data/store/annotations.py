@@ -12,8 +12,6 @@ sha256 of the shard that the response was first written to), so a question that 
 scored again, and one whose answers were re-extracted keeps it.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

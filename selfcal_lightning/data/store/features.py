@@ -8,8 +8,6 @@ Layout of a folder::
 Files are written whole and named after their content, so a killed run can continue and several processes may write.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence

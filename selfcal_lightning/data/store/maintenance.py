@@ -9,8 +9,6 @@ part's manifest exists: a kill before leaves the store as it was, a kill after l
 re-extraction removes.
 """
 
-from __future__ import annotations
-
 import logging
 import shutil
 import time

@@ -3,8 +3,6 @@
 A response of 300 tokens takes 15 KiB as a whole record and half a KiB here, so that millions fit in memory.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Parts of the sample store: the folder of one writer with its lock and its manifest."""
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import logging
@@ -13,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import pyarrow as pa
 
@@ -36,7 +34,7 @@ class PartLock:
         self.path, self.wait_seconds = folder / "lock", wait_seconds
         self._handle: int | None = None
 
-    def acquire(self) -> PartLock:
+    def acquire(self) -> Self:
         self._handle = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
         deadline = time.monotonic() + self.wait_seconds
         waits = False
@@ -102,7 +100,7 @@ class ShardWriter:
     def buffered(self) -> int:
         return len(self._tables)
 
-    def __enter__(self) -> ShardWriter:
+    def __enter__(self) -> Self:
         self.folder.mkdir(parents=True, exist_ok=True)
         self._lock.acquire()
         try:

@@ -13,8 +13,6 @@ Layout of a store's folder::
 ``runs/`` is a record with a format and a seal (``manifest``).
 """
 
-from __future__ import annotations
-
 import logging
 import re
 from collections import Counter, OrderedDict
@@ -22,7 +20,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import pyarrow as pa
@@ -106,7 +104,7 @@ class SampleStore:
         round: int = 0,
         splits: Collection[str] = (),
         extend: bool = False,
-    ) -> SampleStore:
+    ) -> Self:
         """Open the store for samples of ``round``, and create the round if it is new.
 
         Every round has its own ``fingerprint``, since its adapter differs. Readers see the first ``num_samples`` of a

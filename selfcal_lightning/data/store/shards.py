@@ -4,15 +4,13 @@ A shard is a Parquet file of whole questions: one row per sample and one row gro
 read without its neighbours.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import pyarrow as pa
@@ -219,7 +217,7 @@ class SampleIndex:
     def num_missing(self, name: str) -> int:
         return int(np.isnan(self.confidences[name]).sum())
 
-    def select(self, rows: np.ndarray) -> SampleIndex:
+    def select(self, rows: np.ndarray) -> Self:
         """Return the rows named by a mask [R] or by row numbers, in that order; ``question_index`` keeps its values."""
         names = {field.name for field in fields(self)} - {"confidences", "files"}
         columns = {name: getattr(self, name)[rows] for name in names}

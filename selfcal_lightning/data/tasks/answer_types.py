@@ -1,7 +1,5 @@
 """When two answers are equal, by answer type."""
 
-from __future__ import annotations
-
 import json
 import re
 import unicodedata

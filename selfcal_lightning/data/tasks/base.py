@@ -1,7 +1,5 @@
 """The task interface: where questions come from, how answers are extracted and verified."""
 
-from __future__ import annotations
-
 import hashlib
 import inspect
 from collections.abc import Sequence

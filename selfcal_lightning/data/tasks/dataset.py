@@ -1,7 +1,5 @@
 """Data sets as tasks: the prompt, and questions with stable ids."""
 
-from __future__ import annotations
-
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence

@@ -1,7 +1,5 @@
 """Mathematical expressions: finding one in a response, its normal form, and the limits that keep sympy safe."""
 
-from __future__ import annotations
-
 import re
 
 from selfcal_lightning.data.tasks import extraction

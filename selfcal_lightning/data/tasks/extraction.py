@@ -3,8 +3,6 @@
 Every rule takes the *last* match, so that a model may correct itself.
 """
 
-from __future__ import annotations
-
 import re
 import string
 from collections import deque

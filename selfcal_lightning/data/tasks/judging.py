@@ -1,7 +1,5 @@
 """Reading and verifying responses: the only place where a response, live or recorded, becomes a sample."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields, replace
 from typing import Any

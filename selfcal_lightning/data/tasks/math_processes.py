@@ -1,7 +1,5 @@
 """A killable process that decides whether two expressions are equal."""
 
-from __future__ import annotations
-
 import atexit
 import json
 import logging
@@ -15,7 +13,7 @@ import threading
 import time
 from collections import OrderedDict
 from pathlib import Path
-from typing import IO, NamedTuple, cast
+from typing import IO, NamedTuple, Self, cast
 
 from selfcal_lightning.core.errors import InputError, RunError
 from selfcal_lightning.core.progress import say
@@ -151,7 +149,7 @@ class Undecided(NamedTuple):
     untried: int
 
     @classmethod
-    def so_far(cls) -> Undecided:
+    def so_far(cls) -> Self:
         comparer = default_comparer()
         return cls(comparer.num_undecided, comparer.num_untried)
 

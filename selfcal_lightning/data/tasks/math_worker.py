@@ -4,8 +4,6 @@ It runs as a plain script, so that neither this package nor torch is imported. J
 are answered in a fork: one that exceeds its CPU seconds is killed by a signal, and the next fork has all imports.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -1,7 +1,5 @@
 """Public data sets on the hub, as rows of a table: mathematics, multiple choice and short facts."""
 
-from __future__ import annotations
-
 import random
 import re
 from collections.abc import Callable, Sequence

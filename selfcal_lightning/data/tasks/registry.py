@@ -1,7 +1,5 @@
 """All tasks by name. A new data set is a row of ``PUBLIC_DATASETS``, or a plug-in."""
 
-from __future__ import annotations
-
 from typing import Protocol
 
 from selfcal_lightning.core.errors import InputError, check_at_least

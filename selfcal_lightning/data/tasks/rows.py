@@ -1,7 +1,5 @@
 """Rows of data sets: from the Hugging Face hub, or from a local JSON-lines or Parquet file."""
 
-from __future__ import annotations
-
 import csv
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence

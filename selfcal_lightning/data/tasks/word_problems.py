@@ -1,7 +1,5 @@
 """Word problems: each family turns random numbers into a question and the equations that solve it."""
 
-from __future__ import annotations
-
 import random
 import re
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """The engine over an OpenAI-compatible server that speaks token ids: vLLM's own, on this machine or another."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import math

@@ -1,7 +1,5 @@
 """What is sent to an OpenAI-compatible server and read in its answers. Pure; all tokens travel as ids."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """A plan: how many responses each question gets, in a file that names its questions."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Mapping, Sequence

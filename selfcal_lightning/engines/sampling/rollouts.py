@@ -1,7 +1,5 @@
 """Which prefixes of stored responses are continued: each distinct one as a question of its own."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, islice, pairwise

@@ -1,7 +1,5 @@
 """A run that samples: its plan, its share of the questions on this machine's devices, and the joining of its parts."""
 
-from __future__ import annotations
-
 import _thread
 import json
 import os
@@ -16,7 +14,7 @@ from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from selfcal_lightning.core.errors import InputError, RunError, check_at_least
 from selfcal_lightning.core.files import to_json, write_atomically
@@ -95,7 +93,7 @@ class GenerationSettings:
     rollouts: RolloutSource | None = None
 
     @classmethod
-    def from_plain(cls, content: Mapping[str, Any]) -> GenerationSettings:
+    def from_plain(cls, content: Mapping[str, Any]) -> Self:
         """Return the settings that ``dataclasses.asdict`` made ``content`` of, perhaps in another process."""
         records = {
             "engine": EngineOptions(**content["engine"]),

@@ -1,16 +1,15 @@
 """The embedded engine: sampling with Hugging Face transformers in a loop over slots."""
 
-from __future__ import annotations
-
 import logging
 import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from selfcal_lightning.core.errors import InputError, RunError, check_at_least
 from selfcal_lightning.engines.base import check_prompts, check_query, check_request, ends_with_query, response_room
@@ -22,9 +21,6 @@ from selfcal_lightning.engines.transformers.slots import SlotRows, check_sleep, 
 from selfcal_lightning.models.chat_format import ChatFormat, load_tokenizer
 from selfcal_lightning.models.folders import read_invocation_ids, resolve_model, tensors_sha256, weights_sha256
 from selfcal_lightning.records import Dtype, Request, Response
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 _LOG = logging.getLogger(__name__)
 _DEFAULT_BATCH = 64
@@ -96,7 +92,7 @@ class TransformersEngine:
         adapter_sha256: str | None = None,
         quantization: str | None = None,
         query_ids: tuple[int, ...] | None = None,
-    ) -> TransformersEngine:
+    ) -> Self:
         """Serve a model that is in memory already, such as the one in training, on its device and in its dtype.
 
         It is in evaluation mode while the engine works. Its weights may change while nothing is in flight.

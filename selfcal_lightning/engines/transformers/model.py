@@ -1,7 +1,5 @@
 """A Hugging Face causal model as the transformers engine sees it: slots in, logits out."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, cast

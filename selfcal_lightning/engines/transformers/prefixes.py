@@ -4,8 +4,6 @@ A nested row holds the longest context and, for every context that begins it, th
 tail sees its own context and itself, and nothing of how the longest one continues.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from itertools import takewhile
 from typing import NamedTuple, TypeVar

@@ -3,8 +3,6 @@
 Hooks pool the output of each layer as soon as it is there, so that one layer's states are in memory at a time.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any, cast

@@ -3,8 +3,6 @@
 Prompts, prefixes and queries are read into the slots' cache, each distinct one once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import cast
 

@@ -10,33 +10,29 @@ vLLM knows adapters that act on every token. In processes that serve an activate
 The prompt alone says where the query is, so nothing has to be sent along with a request.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import vllm
 from vllm.lora.peft_helper import PEFTHelper
+from vllm.lora.request import LoRARequest
 from vllm.v1.core import block_pool, kv_cache_utils
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.request import Request
 from vllm.v1.simple_kv_offload import manager as offload_manager
 from vllm.v1.worker.gpu.lora_utils import NO_LORA_ID, LoraState
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner as RunnerV2
+from vllm.v1.worker.gpu.states import RequestState
 from vllm.v1.worker.gpu_input_batch import InputBatch
 
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.engines.base import ends_with_query
 from selfcal_lightning.models.folders import read_invocation_ids
-
-if TYPE_CHECKING:
-    from vllm.lora.request import LoRARequest
-    from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.request import Request
-    from vllm.v1.worker.gpu.states import RequestState
 
 TRIED_VERSIONS = ("0.32.0",)
 NEVER = 2**31  # tokens: an adapter that does not wake

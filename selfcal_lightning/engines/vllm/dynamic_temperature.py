@@ -1,23 +1,18 @@
 """Entropy-based dynamic temperature as a vLLM logits processor, for Model Runner V1 and V2. Imports vLLM."""
 
-from __future__ import annotations
-
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
+from vllm import SamplingParams
+from vllm.config import VllmConfig
+from vllm.v1.sample.logits_processor import BatchUpdate, process_dict_updates
 from vllm.v1.sample.logits_processor import LogitsProcessor as ProcessorV1
-from vllm.v1.sample.logits_processor import process_dict_updates
+from vllm.v1.worker.gpu.sample.logits_processor import LogitsContext
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as ProcessorV2
 
 from selfcal_lightning.core.errors import InputError
-
-if TYPE_CHECKING:
-    from vllm import SamplingParams
-    from vllm.config import VllmConfig
-    from vllm.v1.sample.logits_processor import BatchUpdate
-    from vllm.v1.worker.gpu.sample.logits_processor import LogitsContext
 
 EXTRA_ARG = "edt"
 _COLDEST = 1e-5

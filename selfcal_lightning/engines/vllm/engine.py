@@ -1,7 +1,5 @@
 """The vLLM engine: a child process of our own that runs vLLM, spoken to on token ids. Imports no vLLM itself."""
 
-from __future__ import annotations
-
 import logging
 import math
 import os

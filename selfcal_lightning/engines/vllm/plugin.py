@@ -1,7 +1,5 @@
 """The plugin for vLLM (entry-point group ``vllm.general_plugins``): activated adapters in every process of a server."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable
 

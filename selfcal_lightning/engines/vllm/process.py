@@ -1,7 +1,5 @@
 """The parent's hold on the vLLM child process: its environment, start, end and log. Does not import vLLM."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.metadata
 import json

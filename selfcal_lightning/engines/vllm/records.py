@@ -1,7 +1,5 @@
 """The vLLM engine's books: what is queued, what its child works on, the wire form of that, and statistics. No torch."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ The first message holds the settings, and ``ready`` answers it. Then each ``read
 ``close`` ends the child.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 import sys

@@ -7,20 +7,18 @@ nothing is fitted on them. Continues from what is there; tasks that `--tasks` or
 figures.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json
 import math
 import sys
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -65,6 +63,7 @@ from shared.estimates import (
 from shared.study import Options, Study
 from shared.tables import show, table, triple
 
+from selfcal_lightning.confidence.agreement import SemanticEntropy
 from selfcal_lightning.confidence.base import MEAN_LOGPROB, P_TRUE, confidence_of, scored_pool
 from selfcal_lightning.confidence.fusion import fit_fusion
 from selfcal_lightning.confidence.scaling import fit_scaler
@@ -369,7 +368,7 @@ class Columns:
     within_kind: float | None
 
     @classmethod
-    def of(cls, pool: Pool, names: Sequence[str]) -> Columns:
+    def of(cls, pool: Pool, names: Sequence[str]) -> Self:
         """Measure a confidence that has one name for each seed."""
         clusters = {entry.question.id: cluster(entry) for entry in pool}
         kinds = {entry.question.id: kind(entry) for entry in pool}
@@ -393,7 +392,7 @@ class Columns:
             return Estimate.from_bounds(self.error, least=0.0, most=1.0)
         return estimate_of(self.metrics[metric])
 
-    def above(self, other: Columns, metric: str) -> Estimate:
+    def above(self, other: Self, metric: str) -> Estimate:
         """Return by how much a metric is above that of another confidence, on the same resamples."""
         return estimate_of(self.metrics[metric] - other.metrics[metric])
 
@@ -487,7 +486,7 @@ def with_cheap(pool: Pool, priors: Mapping[str, float], adapters: Sequence[str])
     weights = {**WEIGHTS, **{f"_{name}": name for name in adapters}}
     found = []
     for entry in pool:
-        samples = [replace(one, confidences={**one.confidences, **_single(one)}) for one in entry.samples]
+        samples = [with_values(one, [(LIKELIHOOD, _likelihood(one))]) for one in entry.samples]
         added: list[dict[str, float]] = [{KIND: priors[kind(entry)]} for _ in samples]
         for size in BLOCKS:
             for start in range(0, len(samples) - size + 1, size):
@@ -499,20 +498,17 @@ def with_cheap(pool: Pool, priors: Mapping[str, float], adapters: Sequence[str])
                     others, known = size - 1, samples[place].answer is not None
                     shrunk = (others * share + PRIOR_VOTES * priors[kind(entry)]) / (others + PRIOR_VOTES)
                     added[place] |= {f"share_{size}_others": share, f"share_{size}_shrunk": shrunk if known else 0.0}
-        entropy = entropy_confidence(samples)
-        for one, more in zip(samples, added, strict=True):
-            more[ENTROPY] = entropy
-            more[COCOA] = one.confidences[LIKELIHOOD] * more[f"share_{max(BLOCKS)}"]
+        entropies = SemanticEntropy.score([entry])[0]
+        for one, more, entropy in zip(samples, added, entropies, strict=True):
+            more |= {ENTROPY: entropy or 0.0, COCOA: one.confidences[LIKELIHOOD] * more[f"share_{max(BLOCKS)}"]}
         both = zip(samples, added, strict=True)
-        found.append(
-            replace(entry, samples=tuple(replace(one, confidences={**one.confidences, **more}) for one, more in both))
-        )
+        found.append(replace(entry, samples=tuple(with_values(one, more.items()) for one, more in both)))
     return found
 
 
-def _single(sample: Sample) -> dict[str, float]:
+def _likelihood(sample: Sample) -> float:
     mean = confidence_of(sample, MEAN_LOGPROB)
-    return {LIKELIHOOD: 0.0 if mean is None else min(1.0, math.exp(mean))}
+    return 0.0 if mean is None else min(1.0, math.exp(mean))
 
 
 def shares(block: Sequence[Sample], name: str | None) -> list[float]:
@@ -524,13 +520,6 @@ def shares(block: Sequence[Sample], name: str | None) -> list[float]:
             totals[one.answer] += weight
     whole = sum(weights)
     return [0.0 if one.answer is None or not whole else totals[one.answer] / whole for one in block]
-
-
-def entropy_confidence(samples: Sequence[Sample]) -> float:
-    """Return 1 minus the entropy of the answers over its largest value; each unreadable one is its own answer."""
-    counts = Counter(one.answer if one.answer is not None else f"unreadable {one.index}" for one in samples)
-    shares_ = np.array(list(counts.values())) / len(samples)
-    return float(1.0 + (shares_ * np.log(shares_)).sum() / math.log(len(samples)))
 
 
 def _votes(pool: Pool, adapters: Sequence[str]) -> dict[str, Floats]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from support.forking import forking_tests, may_fork
-from support.house import ROOT, Script, Vectors
+from support.house import ROOT, FillStore, Script, Vectors
 
 if TYPE_CHECKING:
     from support.ssc_pools import Pool
@@ -130,7 +130,6 @@ def vectors(shared: Path) -> Vectors:
 
 @pytest.fixture(scope="session")
 def bundled_model() -> str:
-    """Path of the bundled model."""
     return str(BUNDLED)
 
 
@@ -142,7 +141,6 @@ def tiny_model(request: pytest.FixtureRequest, bundled_model: str) -> str:
 
 @pytest.fixture(scope="module")
 def chat(tiny_model: str) -> ChatFormat:
-    """The chat of the model of a test."""
     from selfcal_lightning.models.chat_format import ChatFormat, load_tokenizer
 
     return ChatFormat(load_tokenizer(tiny_model))
@@ -157,7 +155,7 @@ def shallow_model(bundled_model: str, tmp_path_factory: pytest.TempPathFactory) 
 
 
 @pytest.fixture(scope="session")
-def fill_store(bundled_model: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], Path]:
+def fill_store(bundled_model: str, tmp_path_factory: pytest.TempPathFactory) -> FillStore:
     """A writer of stores that a run of one step has filled: it is run once, and copied."""
     from support.training_runs import data_module, generation, module_of, trainer_with
 

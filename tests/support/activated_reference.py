@@ -41,7 +41,6 @@ class ReferencePeft:
 
     @torch.no_grad()
     def next_probabilities(self, ids: tuple[int, ...]) -> torch.Tensor:
-        """Return the probabilities of the next token [V]."""
         return self.model(torch.tensor([ids])).logits[0, -1].double().softmax(-1)
 
 
@@ -87,9 +86,7 @@ class ActivatedContract:
         again = [[without_confidence(r)[same] for r in generate(engine, requests)] for engine in engines]
         assert again[0] == again[1], "the adapter has left nothing behind"
 
-    def test_probabilities_after_a_query_are_the_adapters(
-        self, tiny_model: str, adapter: str, reference: Reference, engines: Any
-    ) -> None:
+    def test_queries_read_the_adapter(self, tiny_model: str, adapter: str, reference: Reference, engines: Any) -> None:
         engine, suffix, peft = engines[1], reference.chat.query.suffix_ids, ReferencePeft(tiny_model, adapter)
         prompts = [reference.prompt(question) for question in QUESTIONS]
         asked = [(*prompt, *reference.chat.response_ids(f"It is {i}."), *suffix) for i, prompt in enumerate(prompts)]

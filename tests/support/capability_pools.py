@@ -29,14 +29,12 @@ def chance(question: Question) -> float:
 def made_up(question: Question, split: str, *, judged: bool = True, samples: int = SAMPLES) -> QuestionSamples:
     """Return responses that are right with the question's chance; wrong ones scatter."""
     rng = np.random.default_rng(sum(question.text.encode()))
-    answers = [
-        question.reference if rng.random() < chance(question) else f"wrong {rng.integers(50)}" for _ in range(samples)
-    ]
-    rows = tuple(
-        Sample(question.id, at, 0, answer, None, "stop", answer, answer == question.reference if judged else None)
-        for at, answer in enumerate(answers)
-    )
-    return QuestionSamples(question, rows, split)
+    rows = []
+    for at in range(samples):
+        answer = question.reference if rng.random() < chance(question) else f"wrong {rng.integers(50)}"
+        correct = answer == question.reference if judged else None
+        rows.append(Sample(question.id, at, 0, answer, None, "stop", answer, correct))
+    return QuestionSamples(question, tuple(rows), split)
 
 
 def give_states(store: Path) -> None:
@@ -55,7 +53,6 @@ def give_states(store: Path) -> None:
 
 
 def fingerprint(model: str = "bundled", *, temperature: float = 0.8) -> StoreFingerprint:
-    """Return what the samples of a model are."""
     prompt = PromptIdentity.from_json(ChatFormat(load_tokenizer(model)).describe())
     identity = ModelIdentity(resolve_model(model), weights_sha256=weights_sha256(resolve_model(model)))
     return StoreFingerprint(identity, prompt, SamplingSettings(temperature), 0)

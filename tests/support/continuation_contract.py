@@ -58,9 +58,7 @@ class ContinuationContract:
         assert {response.finish for response in responses} == {"length"}
 
     @pytest.mark.parametrize("sampling", [GREEDY, EDT], ids=["greedy", "edt"])
-    def test_a_response_ends_with_its_step(
-        self, engine: Engine, reference: Reference, sampling: SamplingSettings
-    ) -> None:
+    def test_responses_end_with_a_step(self, engine: Engine, reference: Reference, sampling: SamplingSettings) -> None:
         """Step by step a response comes to its end; drawn by position, it is the one that is drawn at once."""
         (stop,) = reference.chat.response_ids("76.")[-1:]
         requests = reference.requests(sampling, count=2)

@@ -13,12 +13,7 @@ WAITING = ("nonzero", "_local_scalar_dense", "_unique2", "unique_dim", "masked_s
 
 
 class Waits(TorchDispatchMode):
-    """Counts operations whose result the host has to see before it continues, by the line of our code.
-
-    Attributes:
-        where: How often, by operation and line.
-        copies: Dispatched copies of tensors from the host, by line: on a GPU each would wait where it is not pinned.
-    """
+    """Counts in ``where`` operations whose result the host has to see before it continues, by the line of our code."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,11 +28,7 @@ class Waits(TorchDispatchMode):
 
 
 class PeakBytes(TorchDispatchMode):
-    """Tells the most bytes that were held at once by storages made in the block, those of a MiB and more.
-
-    Attributes:
-        peak: Bytes.
-    """
+    """Tells as ``peak`` the most bytes that storages made in the block held at once, those of ``least`` and more."""
 
     def __init__(self, *, least: int = 1 << 20) -> None:
         super().__init__()

@@ -117,9 +117,6 @@ class EngineContract(ContinuationContract, ABC):
         assert engine.cancel(ids) == {}
         assert engine.poll() == []
 
-    def test_batch_size_is_stated(self, engine: Engine) -> None:
-        assert engine.batch_size >= 1
-
     def test_text_does_not_depend_on_the_batch_or_the_order(self, engine: Engine, reference: Reference) -> None:
         requests = reference.requests(EDT, count=6)
         together = {r.request_id: r for r in generate(engine, requests)}
@@ -132,18 +129,14 @@ class EngineContract(ContinuationContract, ABC):
             assert response.logprob == pytest.approx(other.logprob, abs=1e-4)
 
     @pytest.mark.parametrize("sampling", [EDT, FIXED, replace(FIXED, top_p=0.8), GREEDY], ids=["edt", "t", "p", "0"])
-    def test_logprob_is_that_of_the_untempered_model(
-        self, engine: Engine, reference: Reference, sampling: SamplingSettings
-    ) -> None:
+    def test_logprob_is_untempered(self, engine: Engine, reference: Reference, sampling: SamplingSettings) -> None:
         requests = reference.requests(sampling, count=2)
         for request, response in zip(requests, generate(engine, requests), strict=True):
             expected = reference.logprob(request.prompt_ids, response.token_ids)
             assert response.logprob == pytest.approx(expected, abs=1e-4)
 
     @pytest.mark.parametrize("max_new_tokens", [5, 64])
-    def test_yes_and_no_masses_are_those_of_the_plain_forward(
-        self, engine: Engine, reference: Reference, max_new_tokens: int
-    ) -> None:
+    def test_masses_are_those_of_plain_logits(self, engine: Engine, reference: Reference, max_new_tokens: int) -> None:
         requests = reference.requests(replace(EDT, max_new_tokens=max_new_tokens), count=3)
         for request, response in zip(requests, generate(engine, requests), strict=True):
             expected = reference.masses(request.prompt_ids + response.token_ids)
@@ -178,15 +171,11 @@ class EngineContract(ContinuationContract, ABC):
                 ids.append(token)
 
     @pytest.mark.parametrize("sampling", [EDT, FIXED, replace(EDT, top_p=0.6)], ids=["edt", "fixed", "edt_top_p"])
-    def test_first_token_is_drawn_from_the_tempered_distribution(
-        self, engine: Engine, reference: Reference, sampling: SamplingSettings
-    ) -> None:
+    def test_first_tokens_are_tempered(self, engine: Engine, reference: Reference, sampling: SamplingSettings) -> None:
         uneven = reference.chat.response_ids("First 978-689=")  # .58, .20, .14, .06
         prompt = reference.prompt(QUESTIONS[0]) + uneven
-        requests = [
-            Request(id=str(j), prompt_ids=prompt, sampling=replace(sampling, max_new_tokens=1), seed=j)
-            for j in range(NUM_ONE_TOKEN_SAMPLES)
-        ]
+        one = replace(sampling, max_new_tokens=1)
+        requests = [Request(str(j), prompt, one, seed=j) for j in range(NUM_ONE_TOKEN_SAMPLES)]
         drawn = Counter(r.token_ids[0] if r.token_ids else -1 for r in generate(engine, requests))
         expected = _reference_tempered(reference.logits(prompt)[-1], sampling)
         ends = sorted(reference.chat.end_of_turn_ids)
@@ -222,9 +211,7 @@ class EngineContract(ContinuationContract, ABC):
             engine.submit([*fits, Request("long", prompt[: self.max_context], EDT, seed=0)])
         assert engine.poll() == []
 
-    def test_next_token_probabilities_are_those_of_the_plain_forward(
-        self, engine: Engine, reference: Reference
-    ) -> None:
+    def test_next_token_probabilities_are_those_of_a_plain_forward(self, engine: Engine, reference: Reference) -> None:
         prompts = [reference.prompt(question) for question in QUESTIONS]
         prompts += [prompts[0][:1], prompts[1] + reference.chat.response_ids("First 5+3=8."), prompts[0]]
         # More than a request to vLLM may hold, some of them twice.
@@ -236,6 +223,7 @@ class EngineContract(ContinuationContract, ABC):
         assert engine.next_token_probabilities([], ids) == []
 
     def test_describe_names_the_weights(self, engine: Engine, tiny_model: str) -> None:
+        assert engine.batch_size >= 1
         facts: dict[str, Any] = engine.describe()
         assert {"engine", "model", "revision", "dtype", "weights_sha256", "adapter_sha256"} <= set(facts)
         assert facts["model"] == tiny_model

@@ -46,7 +46,6 @@ class Reference:
         return masses(self.next_probabilities((*context, *query.suffix_ids)), query)
 
     def logprob(self, context: Sequence[int], tokens: Sequence[int]) -> float:
-        """Return the log-probability of ``tokens`` after ``context``."""
         logits = self.logits((*context, *tokens))[len(context) - 1 : -1]
         return logits.log_softmax(-1).gather(-1, torch.tensor(tokens)[:, None]).sum().item()
 

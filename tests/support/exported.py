@@ -33,7 +33,6 @@ def activated(tiny_model: str, std: float) -> SelfCalibrationModule:
 
 
 def checkpoint(module: SelfCalibrationModule, path: Path) -> str:
-    """A checkpoint of the Trainer with the weights of ``module``."""
     trainer = quiet_trainer()
     trainer.strategy.connect(module)
     trainer.save_checkpoint(path, weights_only=True)
@@ -41,5 +40,4 @@ def checkpoint(module: SelfCalibrationModule, path: Path) -> str:
 
 
 def snapshot(folder: Path) -> dict[str, bytes]:
-    """All files of a folder."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}

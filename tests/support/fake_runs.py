@@ -8,6 +8,8 @@ from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.engines.sampling.sampler import GenerationReport, generate_samples, store_fingerprint
 from selfcal_lightning.records import Question, QuestionSamples
 
+Groups = dict[str, QuestionSamples]
+
 
 def run(path: Path, questions: list[Question], *, engine: FakeEngine | None = None, **options: Any) -> GenerationReport:
     settings = {
@@ -23,7 +25,7 @@ def open_store(path: Path, *, num_samples: int | None = NUM_SAMPLES) -> SampleSt
     return SampleStore.create_or_open(path, fingerprint, num_samples=num_samples, engine={})
 
 
-def contents(path: Path) -> dict[str, QuestionSamples]:
+def contents(path: Path) -> Groups:
     store = SampleStore(path)
     store.join()
     return {group.question.id: group for group in store.samples()}

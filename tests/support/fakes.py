@@ -43,7 +43,6 @@ class FakeEngine:
         slots: Requests worked on at once; ``poll`` returns at most so many, in a scrambled order.
         seconds_per_poll: Time that ``poll`` takes.
         max_context: Longest prompt + response + query, in tokens.
-        weights: Stands for the hash of the weights.
 
     Attributes:
         requests: Every request ever submitted.
@@ -194,6 +193,4 @@ class FakeTask:
 def fake_questions(count: int, *, task: str = "fake", prefix: str = "q", reference: str | None = "3") -> list[Question]:
     """Return ``count`` questions whose ids hash to no particular order."""
     names = [f"{prefix}-{hashlib.sha256(str(i).encode()).hexdigest()[:8]}" for i in range(count)]
-    return [
-        Question(name, task, (Message("user", f"What is {name}?"),), reference, f"What is {name}?") for name in names
-    ]
+    return [Question(one, task, (Message("user", f"What is {one}?"),), reference, f"What is {one}?") for one in names]

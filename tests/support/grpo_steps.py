@@ -25,14 +25,8 @@ def main(folder: str, steps: int) -> None:
     tokenizer = AutoTokenizer.from_pretrained(BUNDLED_MODEL)
     model = AutoModelForCausalLM.from_pretrained(BUNDLED_MODEL, dtype=torch.float32)
     teach_the_form(model, tokenizer, rng)
-    rows = [
-        {
-            "prompt": [{"role": "user", "content": question.text}],
-            "answer": question.reference,
-            "data_source": "selfcal/word_problems",
-        }
-        for question in WordProblems().load("train", limit=64)
-    ]
+    source, problems = {"data_source": "selfcal/word_problems"}, WordProblems().load("train", limit=64)
+    rows = [{"prompt": [{"role": "user", "content": one.text}], "answer": one.reference, **source} for one in problems]
     calls: list[tuple[list[str], object, list[float | None]]] = []
 
     def recorded(prompts: list, completions: list, completion_ids: list, **columns: object) -> list[float | None]:

@@ -47,7 +47,6 @@ def over_server(base_url: str, model: str, **options: object) -> OpenAIEngine:
 
 
 def canned(chat: ChatFormat) -> CannedModel:
-    """Return the model that always says the same."""
     return CannedModel([*chat.response_ids("The answer is 8."), min(chat.end_of_turn_ids)])
 
 

@@ -113,7 +113,6 @@ class FakeServer:
         self._model.close()
 
     def completions(self) -> list[Exchange]:
-        """Return the requests to /v1/completions."""
         return [exchange for exchange in self.exchanges if exchange.path == "/v1/completions"]
 
     async def _listen(self) -> asyncio.Server:

@@ -14,7 +14,6 @@ def plain_copy(model: str, folder: Path) -> str:
 
 
 def change_json(path: Path, **values: object) -> None:
-    """Change fields of a JSON file."""
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 

@@ -1,6 +1,5 @@
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -84,17 +83,9 @@ def stored_rows(chat: ChatFormat) -> list[StoredRow]:
         question = Question(id=f"q{number}", task="apples", messages=(Message("user", text),), reference="7")
         for index in range(count):
             words = " ".join(["So", "it", "is", str(index + number), "then"][: 2 + index])
-            sample: dict[str, Any] = {
-                "question_id": question.id,
-                "index": index,
-                "round": 0,
-                "text": words,
-                "answer": str(index),
-                "correct": None,
-                "token_ids": tuple(chat.response_ids(words)),
-                "finish": "length" if index == 1 else "stop",
-            }
-            rows.append(StoredRow(question, Sample(**sample), "train", chat.prompt_ids(question.messages)))
+            ids, finish = tuple(chat.response_ids(words)), "length" if index == 1 else "stop"
+            sample = Sample(question.id, index, 0, words, ids, finish, str(index), None)
+            rows.append(StoredRow(question, sample, "train", chat.prompt_ids(question.messages)))
     return rows
 
 

@@ -24,19 +24,12 @@ from selfcal_lightning.training.support import Support, Way, check_features
 FILE = "probe.safetensors"
 FEATURE = "probe"
 SUPPORT: dict[str, dict[Way, Support]] = {FEATURE: {"one process": "yes", "DDP": "not run", "FSDP2": "no"}}
+Part = tuple[str, dict[str, Any]]  # the path of a class, and its arguments
 REASONS: dict[tuple[str, Way], str] = {(FEATURE, "FSDP2"): "its trunk is loaded whole. Use `trainer.strategy: ddp`"}
 
 
 class LinearProbe(ScoringModule):
-    """Reads a confidence from the last hidden state of the query, by a linear function under dropout.
-
-    Args:
-        base_model: Folder or hub name of the trunk.
-        revision: Of a hub model.
-        query: Text behind a response, at whose end the state is read.
-        lr: Learning rate.
-        dropout: Share of the features that are dropped, by the global random numbers.
-    """
+    """Reads a confidence from the last hidden state of the query, by a linear function under dropout."""
 
     def __init__(
         self,
@@ -78,9 +71,7 @@ class LinearProbe(ScoringModule):
 
     def logits(self, batch: SSCBatch) -> Tensor:
         with torch.no_grad():
-            outputs = self.trunk(
-                input_ids=batch.input_ids, attention_mask=batch.attention_mask, output_hidden_states=True
-            )
+            outputs = self.trunk(batch.input_ids, attention_mask=batch.attention_mask, output_hidden_states=True)
         state = outputs.hidden_states[-1].flatten(0, 1)[batch.query_position]
         return self.head(F.dropout(state, self.dropout, training=self.training)).squeeze(-1)
 
@@ -114,11 +105,7 @@ class LinearProbe(ScoringModule):
 
 
 class StopAt(Callback):
-    """Breaks a run in the middle of an epoch, before a step that has been given a checkpoint.
-
-    Args:
-        step: Optimiser steps taken.
-    """
+    """Breaks a run in the middle of an epoch, before a step that has been given a checkpoint."""
 
     def __init__(self, step: int) -> None:
         self.step = step
@@ -129,13 +116,7 @@ class StopAt(Callback):
 
 
 def write_configuration(
-    folder: Path,
-    *,
-    model: tuple[str, dict[str, Any]],
-    data: tuple[str, dict[str, Any]],
-    callbacks: dict[str, dict[str, Any]],
-    stop_at: int | None,
-    max_epochs: int,
+    folder: Path, *, model: Part, data: Part, callbacks: dict[str, dict[str, Any]], stop_at: int | None, max_epochs: int
 ) -> Path:
     """Write settings of ``selfcal fit`` with a checkpoint after each step, and return their file."""
     kept = {"dirpath": f"{folder}/checkpoints", "save_last": True, "every_n_train_steps": 1}

@@ -67,9 +67,7 @@ def naive_statistics(model: str, engine: TransformersEngine, pool: Sequence[Ques
                 entropies.append(-(drawn_from * drawn_from.log()).sum().item())
             after = network(torch.tensor([[*ids, *query.suffix_ids]])).logits[0, -1].softmax(-1)
             yes, no = after[list(query.yes_ids)].sum().item(), after[list(query.no_ids)].sum().item()
-            n = len(logprobs)
-            row.append(
-                Naive(sum(logprobs), sum(logprobs) / n, sum(certainties) / n, sum(entropies) / n, yes / (yes + no))
-            )
+            means = [sum(values) / len(values) for values in (logprobs, certainties, entropies)]
+            row.append(Naive(sum(logprobs), *means, yes / (yes + no)))
         rows.append(row)
     return rows

@@ -121,7 +121,6 @@ class Linger(Callback):
 
 
 def main() -> None:
-    """Run, or continue."""
     parser = argparse.ArgumentParser()
     parser.add_argument("model")
     parser.add_argument("folder", type=Path)

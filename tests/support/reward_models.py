@@ -2,8 +2,9 @@
 
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -30,12 +31,7 @@ def head_of(format: RewardFormat) -> dict[str, Tensor]:
 
 
 def stand_in(
-    model: str,
-    folder: Path,
-    format: RewardFormat,
-    *,
-    head: Mapping[str, Tensor] | None = None,
-    words: Sequence[str] | None = None,
+    model: str, folder: Path, format: RewardFormat, *, head: Any = None, words: Sequence[str] | None = None
 ) -> str:
     """Write a reward model of ``format`` with the trunk of ``model`` to ``folder`` and return its path.
 

@@ -34,7 +34,6 @@ def kill_after(questions: int) -> None:
 
 
 def main() -> None:
-    """Train, and write the hash of the adapter."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model")
     parser.add_argument("folder", type=Path)

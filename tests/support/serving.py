@@ -88,7 +88,6 @@ class Server:
         return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith((f"{name} ", f"{name}{{")))
 
     def until(self, name: str, value: float) -> None:
-        """Wait until a metric has a value."""
         end = time.monotonic() + 60
         while self.metric(name) != value:
             assert time.monotonic() < end, f"{name} stays {self.metric(name)}"
@@ -98,6 +97,5 @@ class Server:
         os.kill(self.process.pid, number)
 
     def end(self, number: int = signal.SIGTERM) -> int:
-        """Send a signal and return the exit status."""
         self.send_signal(number)
         return wait_for([self.process], limit=60)

@@ -65,16 +65,13 @@ class Population:
 
     @cached_property
     def questions(self) -> list[records.Question]:
-        numbers = range(self.size)
-        return [
-            records.Question(
-                f"p{number}", "local_number", (records.Message("user", f"Question {number}?"),), REFERENCE, f"{number}?"
-            )
-            for number in numbers
-        ]
+        made = []
+        for number in range(self.size):
+            asked = (records.Message("user", f"Question {number}?"),)
+            made.append(records.Question(f"p{number}", "local_number", asked, REFERENCE, f"{number}?"))
+        return made
 
     def response(self, number: int, index: int) -> Simulated:
-        """Return response ``index`` to question ``number``."""
         return _respond(self.seed, number, index)
 
     def entry(self, number: int, width: int, *, name: str | None = None) -> records.QuestionSamples:
@@ -112,7 +109,6 @@ class ScriptedEngine(FakeEngine):
 
 
 def write_pool(pool: Sequence[records.QuestionSamples], path: Path) -> None:
-    """Write questions as the lines of a pool."""
     with path.open("w") as file:
         for entry in pool:
             responses = [

@@ -46,30 +46,24 @@ class Pool:
 
     def write(self, name: str = "store", make: MakeSamples = random_samples, **changes: Any) -> str:
         rng = np.random.default_rng(0)
-        round_index, encoded = changes.get("round", 0), changes.get("encoded", True)
-        fingerprint = StoreFingerprint(
-            ModelIdentity("m"), PromptIdentity.from_json(self.chat.describe()), changes.get("sampling"), 0
-        )
-        store = SampleStore.create_or_open(
-            self.folder / name, fingerprint, num_samples=None, engine={}, round=round_index
-        )
-        with store.writer("rank-0-of-1", round=round_index) as writer:
+        number, encoded = changes.get("round", 0), changes.get("encoded", True)
+        prompt = PromptIdentity.from_json(self.chat.describe())
+        fingerprint = StoreFingerprint(ModelIdentity("m"), prompt, changes.get("sampling"), 0)
+        store = SampleStore.create_or_open(self.folder / name, fingerprint, num_samples=None, engine={}, round=number)
+        with store.writer("rank-0-of-1", round=number) as writer:
             for split, sources in {"train": TRAIN, "validation": VALIDATION}.items():
                 for question in load_questions(sources, role=split):
-                    samples = tuple(
-                        Sample(
-                            question.id,
-                            index,
-                            round_index,
-                            token_ids=self.chat.response_ids(fields["text"]) if encoded else None,
-                            finish="stop" if encoded else None,
-                            num_tokens=changes.get("stated"),
-                            **fields,
-                        )
-                        for index, fields in enumerate(make(question, rng))
-                    )
+                    samples = []
+                    for index, fields in enumerate(make(question, rng)):
+                        ids = self.chat.response_ids(fields["text"]) if encoded else None
+                        made = {
+                            "token_ids": ids,
+                            "finish": "stop" if encoded else None,
+                            "num_tokens": changes.get("stated"),
+                        }
+                        samples.append(Sample(question.id, index, number, **made, **fields))
                     prompt = self.chat.prompt_ids(question.messages) if encoded else None
-                    writer.append(QuestionSamples(question, samples, split, prompt))
+                    writer.append(QuestionSamples(question, tuple(samples), split, prompt))
         store.join()
         return str(self.folder / name)
 

@@ -1,7 +1,6 @@
 """Made-up samples and the ways in which the tests of the store write them."""
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +9,8 @@ from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.records import ModelIdentity, PromptIdentity, Question, QuestionSamples, Sample, SamplingSettings
 
 MODEL = ModelIdentity("m", weights_sha256="w")
-FINGERPRINT = StoreFingerprint(
-    model=MODEL,
-    prompt=PromptIdentity(query="Right?", suffix_ids=(1, 2)),
-    sampling=SamplingSettings(temperature=0.8, edt_scale=None),
-    seed=0,
-)
+PROMPT = PromptIdentity(query="Right?", suffix_ids=(1, 2))
+FINGERPRINT = StoreFingerprint(MODEL, PROMPT, SamplingSettings(0.8, edt_scale=None), seed=0)
 NUM_SAMPLES = 4
 
 
@@ -28,38 +23,22 @@ def make_store(path: Path, *, num_samples: int | None = NUM_SAMPLES, round: int 
 def make_group(
     question: Question, *, num_samples: int = NUM_SAMPLES, split: str = "train", round: int = 0, mark: str = ""
 ) -> QuestionSamples:
-    samples = tuple(
-        Sample(
-            question_id=question.id,
-            index=index,
-            round=round,
-            text=f"{mark}{question.id} é {index}\n",
-            token_ids=tuple(range(index)),
-            finish="length" if index % 2 else "stop",
-            answer=None if index == 1 else str(index % 3),
-            correct=[True, None, False][index % 3],
-            logprob=-1.5 * index,
-            yes_mass=None if index == 2 else 0.3,
-            no_mass=None if index == 2 else 0.1 * index,
-            confidences={"length": index / 8} if index else {},
-        )
-        for index in range(num_samples)
-    )
-    return QuestionSamples(question, samples, split, tuple(range(7)))
+    samples = []
+    for index in range(num_samples):
+        finish, masses = "length" if index % 2 else "stop", (None, None) if index == 2 else (0.3, 0.1 * index)
+        answer, correct = None if index == 1 else str(index % 3), [True, None, False][index % 3]
+        text, confidences = f"{mark}{question.id} é {index}\n", {"length": index / 8} if index else {}
+        given = (text, tuple(range(index)), finish, answer, correct, -1.5 * index, *masses)
+        samples.append(Sample(question.id, index, round, *given, confidences=confidences))
+    return QuestionSamples(question, tuple(samples), split, tuple(range(7)))
 
 
 def write(
-    store: SampleStore,
-    questions: Sequence[Question],
-    *,
-    part: str = "a",
-    per_shard: int = 3,
-    round: int = 0,
-    **options: str,
+    store: SampleStore, questions: list[Question], *, part: str = "a", per_shard: int = 3, round: int = 0, **more: str
 ) -> None:
     with store.writer(part, round=round, questions_per_shard=per_shard) as writer:
         for question in questions:
-            writer.append(make_group(question, round=round, **options))
+            writer.append(make_group(question, round=round, **more))
 
 
 def shards(store: SampleStore, part: str = "a") -> list[Path]:

@@ -31,7 +31,6 @@ def make_entry(
 
 
 def with_samples(pool: Iterable[QuestionSamples], change: Callable[[Sample], Sample]) -> list[QuestionSamples]:
-    """Return a pool with every sample changed."""
     return [replace(entry, samples=tuple(map(change, entry.samples))) for entry in pool]
 
 
@@ -85,9 +84,8 @@ def assert_curve_equals_solve(
                 codes = list(dict.fromkeys(s.answer for s in entry.samples if s.answer is not None))
                 samples = tuple(entry.samples[index] for index in order[column, : len(entry.samples)])
                 for row, value in enumerate(grid):
-                    verdict = replay(
-                        replace(strategy, **{strategy.grid_parameter: value}), replace(entry, samples=samples)
-                    )
+                    asked = replace(strategy, **{strategy.grid_parameter: value})
+                    verdict = replay(asked, replace(entry, samples=samples))
                     code = int(outcome.answer[row, column])
                     answer = None if code == UNREADABLE else codes[code]
                     found = answer, int(outcome.used[row, column]), bool(outcome.stopped_early[row, column])

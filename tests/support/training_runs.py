@@ -14,20 +14,13 @@ from selfcal_lightning.training.self_calibration import SelfCalibrationModule
 
 def data_module(tiny_model: str, store: Path, **settings: Any) -> SSCDataModule:
     """Eight training and three validation questions with four samples each; four optimiser steps an epoch."""
-    arguments = {
-        "train": [QuestionSource("word_problems", split="train", limit=8)],
-        "validation": [QuestionSource("word_problems", split="validation", limit=3)],
-        "num_samples": 4,
-        "total_tuples": 16,
-        "batch_size": 4,
-        "max_length": 400,
-        **settings,
-    }
-    return SSCDataModule(tiny_model, str(store), **arguments)
+    arguments: dict[str, Any] = {"num_samples": 4, "total_tuples": 16, "batch_size": 4, "max_length": 400}
+    for split, limit in (("train", 8), ("validation", 3)):
+        arguments[split] = [QuestionSource("word_problems", split=split, limit=limit)]
+    return SSCDataModule(tiny_model, str(store), **{**arguments, **settings})
 
 
 def generation(**settings: Any) -> SSCGeneration:
-    """Short responses."""
     return SSCGeneration(**nested(**{"max_new_tokens": 60, **settings}))
 
 
@@ -37,5 +30,4 @@ def module_of(tiny_model: str, **settings: Any) -> SelfCalibrationModule:
 
 
 def trainer_with(*callbacks: Callback, **settings: Any) -> Trainer:
-    """A quiet trainer on the CPU."""
     return quiet_trainer(**{"num_sanity_val_steps": 0, **settings}, callbacks=list(callbacks))

@@ -27,7 +27,6 @@ def score_entry(answers: Sequence[str | None], scores: Sequence[float | None], *
 def verdict_of(
     strategy: Strategy, answers: Sequence[str | None], scores: Sequence[float | None] | None = None
 ) -> Verdict:
-    """Replay a strategy on answers with their scores."""
     return replay(strategy, score_entry(answers, [None] * len(answers) if scores is None else scores))
 
 

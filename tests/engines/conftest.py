@@ -1,10 +1,8 @@
 import pytest
 from support.activated_reference import write_adapter
 from support.engine_reference import Reference
-from support.fake_runs import contents
+from support.fake_runs import Groups, contents
 from support.kill_worker import sample_share
-
-from selfcal_lightning.records import QuestionSamples
 
 
 @pytest.fixture(scope="module")
@@ -18,7 +16,7 @@ def adapter(tiny_model: str, reference: Reference, tmp_path_factory: pytest.Temp
 
 
 @pytest.fixture(scope="module")
-def unbroken(tmp_path_factory: pytest.TempPathFactory) -> dict[str, QuestionSamples]:
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Groups:
     """What a run over the fake engine leaves that nothing disturbs."""
     path = tmp_path_factory.mktemp("unbroken")
     sample_share(path)

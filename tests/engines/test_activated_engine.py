@@ -54,10 +54,8 @@ def test_nothing_is_encoded_twice(tiny_model: str, adapter: str, reference: Refe
 def test_what_responses_share_is_read_once(tiny_model: str, adapter: str, reference: Reference) -> None:
     engine = TransformersEngine(tiny_model, adapter=adapter, dtype="float32")
     fed = []
-    cached = engine._require_model()
-    cached.network.register_forward_pre_hook(
-        lambda _, args, given: fed.append(tuple(given["input_ids"].shape)), with_kwargs=True
-    )
+    network = engine._require_model().network
+    network.register_forward_pre_hook(lambda _, args, kw: fed.append(tuple(kw["input_ids"].shape)), with_kwargs=True)
     prompt, suffix = reference.prompt(QUESTIONS[0]), reference.chat.query.suffix_ids
     responses = [reference.chat.response_ids(text) for text in ("", "It is 1.", "It is 12, or 3.", "It is 1.5")]
     asked = [(*prompt, *response, *suffix) for response in responses]
@@ -72,9 +70,7 @@ def test_what_responses_share_is_read_once(tiny_model: str, adapter: str, refere
     torch.testing.assert_close(found, wanted, atol=1e-5, rtol=0)
 
 
-def test_an_adapter_that_does_not_sleep_is_refused(
-    tiny_model: str, adapter: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_adapter_without_sleep_is_refused(tiny_model: str, adapter: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from selfcal_lightning.models import activated as activation
 
     layers = activation._adapted_layers

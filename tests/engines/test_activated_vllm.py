@@ -8,7 +8,8 @@ import pytest
 import torch
 from support.activated_reference import ActivatedContract, check_half_precision, without_confidence
 from support.engine_reference import QUESTIONS, Reference
-from support.module_batches import MIXED, NO_DROPOUT, batch_of
+from support.exported import activated
+from support.module_batches import MIXED, batch_of
 from support.vllm_server import small_vllm
 
 from selfcal_lightning.engines.base import generate
@@ -16,6 +17,7 @@ from selfcal_lightning.engines.transformers import slots as transformers_sleep
 from selfcal_lightning.engines.vllm.engine import VLLMEngine
 from selfcal_lightning.engines.vllm.records import EngineCrashedError
 from selfcal_lightning.records import Request, SamplingSettings
+from selfcal_lightning.training.export import write_export
 
 pytestmark = [pytest.mark.slow, pytest.mark.vllm]
 
@@ -70,17 +72,7 @@ class TestActivated(ActivatedContract):
 
 
 def test_an_export_gives_the_confidences_of_its_module(tiny_model: str, tmp_path: Path) -> None:
-    from dataclasses import replace
-
-    from support.exported import shaken
-
-    from selfcal_lightning.training.export import write_export
-
-    module = shaken(tiny_model, lora=replace(NO_DROPOUT, activated=True))
-    for parameter in module.parameters():
-        if parameter.requires_grad:
-            parameter.data.normal_(std=0.3, generator=torch.Generator().manual_seed(2))
-    module.eval()
+    module = activated(tiny_model, std=0.3)
     batch = batch_of(MIXED[:8], module.chat)
     with torch.no_grad():
         wanted = module.confidence(batch)
@@ -119,9 +111,7 @@ def test_an_adapter_that_sleeps_or_wakes_wrongly_is_refused(
         small_vllm(tiny_model, adapter=adapter, engine_args=processors).submit([])
 
 
-def test_another_base_model_than_the_modules_is_refused(
-    tiny_model: str, adapter: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_base_of_other_weights_is_refused(tiny_model: str, adapter: str, monkeypatch: pytest.MonkeyPatch) -> None:
     load = transformers_sleep.load_network
 
     def load_another(model: str, **settings: object) -> torch.nn.Module:

@@ -21,6 +21,7 @@ from selfcal_lightning.engines.sampling.sampler import is_complete, store_finger
 from selfcal_lightning.engines.transformers import slots as slot_state
 from selfcal_lightning.engines.transformers.engine import TransformersEngine
 from selfcal_lightning.engines.transformers.model import CachedModel
+from selfcal_lightning.engines.transformers.prefixes import NestedRow, nested_batch, nested_rows
 from selfcal_lightning.engines.transformers.slots import SlotRows
 from selfcal_lightning.models.chat_format import ChatFormat, load_tokenizer
 from selfcal_lightning.records import Message, Request, SamplingSettings
@@ -61,9 +62,17 @@ def _random_model(name: str, **options: Any) -> PreTrainedModel:
     return model
 
 
-def _reads_like_a_plain_forward(model: PreTrainedModel, chat: ChatFormat, max_batch: int) -> None:
+class _Plain(Reference):
+    def __init__(self, model: PreTrainedModel, chat: ChatFormat) -> None:
+        self.model, self.chat = model, chat
+
+
+@pytest.mark.parametrize("name", [*ARCHITECTURES, "Qwen3 eager"])
+def test_architectures_read_like_a_plain_forward(name: str, chat: ChatFormat) -> None:
+    model, attention = _random_model(name, **ARCHITECTURES.get(name, {})), "eager" if "eager" in name else "sdpa"
+    model.set_attn_implementation(attention)
     reference = _Plain(model, chat)
-    engine = TransformersEngine.from_model(model, chat, max_batch=max_batch)
+    engine = TransformersEngine.from_model(model, chat, max_batch=4)
     requests = reference.requests(SamplingSettings(max_new_tokens=30), count=3)
     responses = generate(engine, requests)
     for request, response in zip(requests, responses, strict=True):
@@ -79,23 +88,7 @@ def _reads_like_a_plain_forward(model: PreTrainedModel, chat: ChatFormat, max_ba
     for prompt, row in zip(prompts, table, strict=True):
         expected_row = reference.next_probabilities(prompt)
         torch.testing.assert_close(torch.tensor(row, dtype=torch.float64), expected_row, atol=1e-5, rtol=0.0)
-
-
-class _Plain(Reference):
-    def __init__(self, model: PreTrainedModel, chat: ChatFormat) -> None:
-        self.model, self.chat = model, chat
-
-
-@pytest.mark.parametrize("name", list(ARCHITECTURES))
-def test_architectures_read_like_a_plain_forward(name: str, chat: ChatFormat) -> None:
-    _reads_like_a_plain_forward(_random_model(name, **ARCHITECTURES[name]), chat, max_batch=4)
-
-
-def test_eager_attention_reads_like_a_plain_forward(chat: ChatFormat) -> None:
-    model = _random_model("Qwen3")
-    model.set_attn_implementation("eager")
-    _reads_like_a_plain_forward(model, chat, max_batch=16)
-    assert model.config._attn_implementation == "eager"
+    assert model.config._attn_implementation == attention
 
 
 def test_unsupported_models_are_refused_by_name(chat: ChatFormat) -> None:
@@ -132,9 +125,7 @@ def test_texts_do_not_depend_on_the_number_of_slots(tiny_model: str, reference: 
 
 def test_a_longer_limit_extends_the_same_text(tiny_model: str, reference: Reference) -> None:
     engine = TransformersEngine(tiny_model, dtype="float32")
-    short, long = (
-        generate(engine, reference.requests(SamplingSettings(max_new_tokens=limit), count=2)) for limit in (9, 64)
-    )
+    short, long = (generate(engine, reference.requests(replace(EDT, max_new_tokens=n), count=2)) for n in (9, 64))
     for cut, whole in zip(short, long, strict=True):
         assert whole.token_ids[: len(cut.token_ids)] == cut.token_ids
 
@@ -144,9 +135,7 @@ class _Spy(CachedModel):
 
     seen: Counter[tuple[int, ...]]
 
-    def extend(
-        self, slots: torch.Tensor, starts: torch.Tensor, ids: torch.Tensor, *args: Any, **kw: Any
-    ) -> torch.Tensor:
+    def extend(self, slots: torch.Tensor, starts: torch.Tensor, ids: torch.Tensor, *args: Any, **kw: Any) -> Any:
         if ids.shape[1] > 1 and kw.get("keep") is None:
             self.seen.update(tuple(row) for row in ids.tolist())
         return super().extend(slots, starts, ids, *args, **kw)
@@ -238,18 +227,14 @@ def test_out_of_memory_halves_the_batch_and_loses_nothing(
         assert [r.text for r in generate(engine, requests)] == expected
     assert engine.max_batch == 4
     assert "going on with 4" in caplog.text
-    monkeypatch.setattr(
-        CachedModel, "extend", lambda *args, **kwargs: (_ for _ in ()).throw(torch.cuda.OutOfMemoryError)
-    )
+    monkeypatch.setattr(CachedModel, "extend", Mock(side_effect=torch.cuda.OutOfMemoryError))
     engine.submit(requests[:1])
     with pytest.raises(torch.cuda.OutOfMemoryError):
         engine.poll()
     assert engine.max_batch == 1
 
 
-def test_memory_that_is_short_where_rows_are_moved_loses_no_response(
-    tiny_model: str, reference: Reference, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_short_memory_loses_no_response(tiny_model: str, reference: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
     requests, gather, moved = reference.requests(EDT, count=8), SlotRows.gather, []
     expected = [response.text for response in generate(TransformersEngine(tiny_model, dtype="float32"), requests)]
 
@@ -265,9 +250,7 @@ def test_memory_that_is_short_where_rows_are_moved_loses_no_response(
     assert moved
 
 
-def test_a_prompt_whose_slot_was_half_overwritten_is_encoded_again(
-    tiny_model: str, reference: Reference, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_overwritten_prompts_are_redone(tiny_model: str, reference: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = TransformersEngine(tiny_model, dtype="float32", max_batch=1)
     first, second = reference.requests(EDT, count=1)[:2]
     second = replace(second, prompt_ids=(*second.prompt_ids[:-1], 5, 6, 7))
@@ -279,18 +262,14 @@ def test_a_prompt_whose_slot_was_half_overwritten_is_encoded_again(
     assert generate(engine, [first]) == [expected]
 
 
-def test_only_what_was_begun_is_thrown_away(tiny_model: str, reference: Reference) -> None:
+def test_only_what_was_begun_is_thrown_away_and_a_closed_engine_says_so(tiny_model: str, reference: Reference) -> None:
     engine = TransformersEngine(tiny_model, dtype="float32", max_batch=4)
     requests = reference.requests(EDT, count=3)
     assert engine.cancel(engine.submit(requests)) == {}, "nothing was begun before the first poll"
     ids = engine.submit(requests)
     early = {response.request_id for response in engine.poll()}
     assert engine.cancel(ids).keys() == set(ids[:4]) - early, "four slots: what waits for one costs nothing"
-
-
-def test_a_closed_engine_says_so(tiny_model: str, reference: Reference) -> None:
-    engine = TransformersEngine(tiny_model, dtype="float32")
-    engine.submit(reference.requests(EDT, count=1))
+    engine.submit(requests)
     engine.close()
     engine.cancel(["0/0"])
     with pytest.raises(RuntimeError, match="has been closed"):
@@ -372,3 +351,41 @@ def test_a_store_knows_the_dtype_of_the_output_layer(tiny_model: str, tmp_path: 
         assert is_complete(tmp_path / name, {}, **settings)
     with pytest.raises(ValueError, match=r"model\.head_dtype: None in the store, 'float32' asked for"):
         SampleStore.create_or_open(tmp_path / "single", half, num_samples=2, engine={})
+
+
+def test_every_nested_context_is_in_one_row() -> None:
+    contexts = [(1,), (1, 2), (1, 3), (1, 3, 4), (2,), (1, 2), ()]
+    rows = nested_rows(contexts)
+    assert sorted(member for row in rows for member in row.members) == list(range(len(contexts)))
+    for row in rows:
+        trunk = contexts[row.members[0]]
+        assert [contexts[member] for member in row.members] == [trunk[:end] for end in row.ends]
+    assert len(rows) == 3, "(2,), (1, 3, 4) with (1, 3), and (1, 2) with all that begins it"
+
+
+def test_a_tail_sees_its_own_context_alone() -> None:
+    """A trunk a b c with tails of two tokens behind c and behind a, and a shorter row of one tail."""
+    rows = [NestedRow((0, 1), (3, 1)), NestedRow((2,), (2,))]
+    ids, positions, visible, last = nested_batch(rows, [(5, 6, 7), (5,), (8, 9)], (1, 2))
+    assert ids.tolist() == [[1, 2, 1, 2, 5, 6, 7], [1, 2, 0, 0, 8, 9, 0]]
+    assert positions.tolist() == [[3, 4, 1, 2, 0, 1, 2], [2, 3, 0, 0, 0, 1, 0]]
+    assert last.tolist() == [1, 3]
+    first, second = visible[:, 0].int()
+    seen = ["".join(map(str, row)) for row in first.tolist()]
+    assert seen == ["1000111", "1100111", "0010100", "0011100", "0000100", "0000110", "0000111"]
+    assert second[[2, 3, 6]].tolist() == torch.eye(7, dtype=torch.int)[[2, 3, 6]].tolist(), "padding sees itself"
+    assert second[1].tolist() == [1, 1, 0, 0, 1, 1, 0]
+
+
+def test_a_response_is_read_once_for_all_its_steps(shallow_model: str) -> None:
+    engine = TransformersEngine(shallow_model, device="cpu", dtype="float32")
+    query, response = engine.chat.query.suffix_ids, tuple(range(20, 60))
+    prompts = [(*response[:end], *query) for end in (10, 20, 30, 40)]
+    sizes: list[torch.Size] = []
+    embedding = engine._model.network.get_input_embeddings()
+    with embedding.register_forward_hook(lambda _, inputs, __: sizes.append(inputs[0].shape)):
+        together = engine.next_token_probabilities(prompts, range(50))
+    assert sizes == [(1, len(response) + 4 * len(query))]
+    for prompt, row in zip(prompts, together, strict=True):
+        (alone,) = engine.next_token_probabilities([prompt], range(50))
+        torch.testing.assert_close(torch.tensor(row), torch.tensor(alone), atol=1e-6, rtol=0.0)

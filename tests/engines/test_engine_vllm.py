@@ -123,13 +123,9 @@ def test_processed_probabilities_are_those_of_dynamic_temperature(
     """With a cache too small for the batch (requests are preempted) and rows of many kinds, every token is exact."""
     (tmp_path / "telling_scheduler.py").write_text(TELLING_SCHEDULER)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
-    engine = small_vllm(
-        tiny_model,
-        max_batch=32,
-        kv_cache_memory_bytes=3 << 19,
-        engine_args={"logprobs_mode": "processed_logprobs", "scheduler_cls": "telling_scheduler.TellingScheduler"},
-        log_path=str(tmp_path / "vllm.log"),
-    )
+    logged = {"logprobs_mode": "processed_logprobs", "scheduler_cls": "telling_scheduler.TellingScheduler"}
+    small = {"max_batch": 32, "kv_cache_memory_bytes": 3 << 19, "log_path": str(tmp_path / "vllm.log")}
+    engine = small_vllm(tiny_model, engine_args=logged, **small)
     settings = [
         EDT,
         SamplingSettings(temperature=2.0, edt_scale=0.9, edt_theta=0.1, max_new_tokens=150),
@@ -165,9 +161,8 @@ def test_a_poison_request_is_named_and_the_others_go_on(
 ) -> None:
     (tmp_path / "poison_processor.py").write_text(POISON)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
-    engine = small_vllm(
-        tiny_model, max_attempts=2, stall_timeout=15.0, engine_args={"logits_processors": ["poison_processor:Poison"]}
-    )
+    poison = {"logits_processors": ["poison_processor:Poison"]}
+    engine = small_vllm(tiny_model, max_attempts=2, stall_timeout=15.0, engine_args=poison)
     requests = reference.requests(replace(EDT, max_new_tokens=12), count=3)
     requests[4] = replace(requests[4], seed=POISON_SEED)
     with pytest.raises(RequestsFailedError, match=requests[4].id) as caught:

@@ -86,7 +86,7 @@ def test_only_the_poison_is_given_up(total: int, window: int, data: st.DataObjec
     assert crashes <= len(poison) * (max_attempts + math.ceil(math.log(total + 1, 8)) + 1)
 
 
-def test_dropped_flights_do_not_come_back_after_a_crash() -> None:
+def test_dropped_flights_stay_away_and_scores_go_before_waiting_samples() -> None:
     book = FlightBook()
     a, b, c = book.add(Flight(name, (1,)) for name in "abc")
     book.take(2)
@@ -95,9 +95,6 @@ def test_dropped_flights_do_not_come_back_after_a_crash() -> None:
     assert book.finish(a) is None
     assert [number for number, _ in book.take(10)] == [b]
     assert len(book) == 1
-
-
-def test_scores_go_before_waiting_samples() -> None:
     book = FlightBook()
     book.add([Flight("late", (1,))])
     book.add([Flight("first", (1,))], first=True)
@@ -151,9 +148,7 @@ channel.receive()
 
 
 @pytest.fixture
-def start(
-    tmp_path: Path, tiny_model: str, monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., tuple[vllm.VLLMEngine, Callable[[], int]]]:
+def start(tmp_path: Path, tiny_model: str, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """Make engines over a child that acts by a plan, of a model that is downloaded when it is asked for."""
     (tmp_path / "fake_vllm_child.py").write_text(CHILD)
     (tmp_path / "starts").write_text("")
@@ -201,19 +196,15 @@ def write_adapter(folder: Path, *, rank: int) -> str:
     return str(folder)
 
 
-def test_a_model_is_downloaded_before_its_start_is_timed(start: Callable[..., Any]) -> None:
-    engine, starts = start("is ready", start_timeout=120.0)
-    assert (engine.batch_size, starts()) == (7, 1)
+def test_a_model_is_downloaded_before_a_start_that_more_weights_may_prolong(
+    start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = watch_starts(monkeypatch)
+    engine, starts = start("is ready")
+    assert (engine.batch_size, engine.max_context, starts()) == (7, 64, 1)
+    assert [timeout for _, timeout in told] == [vllm.process.START_SECONDS + 2.0]
     with pytest.raises(ValueError, match="`token_ids` to hold ids of 0 to 511, but got 512"):
         engine.next_token_probabilities([[5]], [512])
-    engine.close()
-
-
-def test_a_start_may_take_longer_for_more_weights(start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    told = watch_starts(monkeypatch)
-    engine, _ = start("is ready")
-    assert engine.max_context == 64
-    assert [timeout for _, timeout in told] == [vllm.process.START_SECONDS + 2.0]
     engine.close()
 
 
@@ -241,9 +232,7 @@ def test_an_interrupted_start_is_begun_anew(start: Callable[..., Any], monkeypat
     engine.close()
 
 
-def test_scores_whose_wait_is_interrupted_are_forgotten(
-    start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_scores_whose_wait_is_broken_are_forgotten(start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     engine, _ = start("is ready")
     assert engine.max_context == 64
     with monkeypatch.context() as patch:
@@ -319,7 +308,7 @@ def test_a_start_that_fails_says_what_to_do(log: str, advice: str, monkeypatch: 
     assert ("never run" in told, "-c DEFAULT" in told) == ("never run" in advice, "DEFAULT" in advice)
 
 
-def test_masses_stay_probabilities_where_rounded_log_probabilities_add_up_to_more() -> None:
+def test_masses_stay_probabilities_in_spite_of_rounding() -> None:
     worker = Worker.__new__(Worker)
     spec = {"query": {"yes": [5, 6], "no": [7]}}
     worker._samples, worker._finished = {3: _Sample(spec, [1], {"id": 3})}, {"samples": []}
@@ -330,9 +319,6 @@ def test_masses_stay_probabilities_where_rounded_log_probabilities_add_up_to_mor
     worker._on_queried(3, SimpleNamespace(outputs=[completion], prompt_token_ids=[1], num_cached_tokens=None))
     (sample,) = worker._finished["samples"]
     assert sample == {"id": 3, "yes": 1.0, "no": pytest.approx(math.exp(-40.0))}
-
-
-# ---- prefixes and steps
 
 
 @pytest.mark.parametrize("by_position", [False, True], ids=["runner_v1", "runner_v2"])

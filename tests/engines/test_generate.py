@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.fake_runs import contents, run
+from support.fake_runs import Groups, contents, run
 from support.fakes import FakeChat, FakeEngine, FakeTask, fake_questions
 from support.kill_worker import NUM_SAMPLES, QUESTIONS, SAMPLING, SEED, sample_share
 from support.processes import start_forked, wait_for
@@ -17,7 +17,7 @@ from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.data.store.shards import StoreCorruptError
 from selfcal_lightning.engines.sampling import sampler
 from selfcal_lightning.engines.sampling.sampler import QUEUE_BATCHES
-from selfcal_lightning.records import QuestionSamples, sample_seed
+from selfcal_lightning.records import sample_seed
 
 WORKER = Path(__file__).resolve().parents[1] / "support" / "kill_worker.py"
 
@@ -44,15 +44,12 @@ def test_rows_are_the_engines_responses_read_and_judged(tmp_path: Path) -> None:
             assert (sample.answer is None) == (sample.text == "I do not know.")
 
 
-def test_without_a_reference_nothing_is_right_or_wrong(tmp_path: Path) -> None:
-    run(tmp_path, fake_questions(3, reference=None))
-    assert {sample.correct for group in contents(tmp_path).values() for sample in group.samples} == {None}
-
-
-def test_every_answer_is_verified_once(tmp_path: Path) -> None:
+def test_answers_are_verified_once_and_without_a_reference_not_at_all(tmp_path: Path) -> None:
     task = FakeTask()
     run(tmp_path, fake_questions(1), num_samples=50, tasks=lambda name: task)
     assert task.verified <= 4
+    run(tmp_path / "unknown", fake_questions(3, reference=None))
+    assert {one.correct for group in contents(tmp_path / "unknown").values() for one in group.samples} == {None}
 
 
 def test_truncated_responses_are_counted(tmp_path: Path) -> None:
@@ -84,9 +81,7 @@ def test_a_second_run_reuses_everything(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "plan", [[(0, 2), (1, 2)], [(2, 3), (0, 1)], [(0, 4), (1, 2), (0, 2)]], ids=["2", "3 then 1", "4 then 2"]
 )
-def test_any_number_of_processes_gives_the_same_samples(
-    tmp_path: Path, plan: list[tuple[int, int]], unbroken: dict[str, QuestionSamples]
-) -> None:
+def test_any_number_of_processes_samples_alike(tmp_path: Path, plan: list[tuple[int, int]], unbroken: Groups) -> None:
     for number, total in plan:
         sample_share(tmp_path, shard=(number, total))
     assert contents(tmp_path) == unbroken
@@ -99,7 +94,7 @@ def start(path: Path, *, step: int = 0, shard: tuple[int, int] = (0, 1)) -> Base
 
 
 @pytest.mark.slow
-def test_killed_before_any_write_step(tmp_path: Path, unbroken: dict[str, QuestionSamples]) -> None:
+def test_killed_before_any_write_step(tmp_path: Path, unbroken: Groups) -> None:
     """Every run dies one write step later: in shards, between shard and part manifest, in part manifests."""
     for step in [*range(1, 15), 0]:
         assert wait_for([start(tmp_path, step=step)]) == (-signal.SIGKILL if step else 0)
@@ -115,7 +110,7 @@ def test_killed_before_any_write_step(tmp_path: Path, unbroken: dict[str, Questi
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1])
-def test_killed_at_random_moments(tmp_path: Path, seed: int, unbroken: dict[str, QuestionSamples]) -> None:
+def test_killed_at_random_moments(tmp_path: Path, seed: int, unbroken: Groups) -> None:
     """Two processes, killed and started again with one, three or two; then one run to the end."""
     stream = random.Random(seed)
     for total in (2, 1, 3, 2):
@@ -170,9 +165,7 @@ def test_fewer_samples_are_taken_from_a_complete_store_only(tmp_path: Path) -> N
         run(tmp_path, questions, num_samples=2)
 
 
-def test_a_truncated_shard_stops_the_run_and_repair_lets_it_go_on(
-    tmp_path: Path, unbroken: dict[str, QuestionSamples]
-) -> None:
+def test_a_truncated_shard_stops_runs_until_it_is_repaired(tmp_path: Path, unbroken: Groups) -> None:
     sample_share(tmp_path)
     bad = sorted(tmp_path.rglob("*.parquet"))[3]
     bad.write_bytes(bad.read_bytes()[:100])

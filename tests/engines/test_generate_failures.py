@@ -4,13 +4,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.fake_runs import contents, open_store, run
+from support.fake_runs import Groups, contents, open_store, run
 from support.fakes import FakeEngine, fake_questions
 from support.kill_worker import NUM_SAMPLES, QUESTIONS
 
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.engines.base import EngineStoppedError, Failure, RequestsFailedError
-from selfcal_lightning.records import QuestionSamples, Response, Sample
+from selfcal_lightning.records import Response, Sample
 
 
 class _RefusingEngine(FakeEngine):
@@ -67,9 +67,7 @@ class _DyingEngine(FakeEngine):
         raise RequestsFailedError({name: Failure("HTTP 503: out of order")})
 
 
-def test_an_outage_leaves_questions_out_and_the_next_run_samples_them(
-    tmp_path: Path, unbroken: dict[str, QuestionSamples]
-) -> None:
+def test_an_outage_leaves_questions_out_and_the_next_run_samples_them(tmp_path: Path, unbroken: Groups) -> None:
     """Failed requests were once stored as empty responses, for ever."""
     report = run(tmp_path, QUESTIONS, engine=_DyingEngine(30, mended_after=5))
     assert 1 <= report.left_out <= 5
@@ -84,9 +82,7 @@ def test_an_outage_leaves_questions_out_and_the_next_run_samples_them(
     assert contents(tmp_path) == unbroken
 
 
-def test_failures_in_a_row_stop_the_run_and_what_is_complete_is_kept(
-    tmp_path: Path, unbroken: dict[str, QuestionSamples]
-) -> None:
+def test_failures_in_a_row_stop_the_run_and_what_is_complete_is_kept(tmp_path: Path, unbroken: Groups) -> None:
     engine = _DyingEngine(30)
     with pytest.raises(EngineStoppedError, match=r"but 8 requests in a row failed .* kept: .*HTTP 503: out of order$"):
         run(tmp_path, QUESTIONS, engine=engine, max_failures=8)
@@ -133,7 +129,7 @@ def test_an_engine_that_refuses_whatever_it_is_asked_stops_the_run_and_stores_no
     assert len(contents(tmp_path)) == len(QUESTIONS)
 
 
-def test_repair_drops_questions_that_failed(tmp_path: Path, unbroken: dict[str, QuestionSamples]) -> None:
+def test_repair_drops_questions_that_failed(tmp_path: Path, unbroken: Groups) -> None:
     """Stores written before hold empty responses of an outage; those of foreign pools have no token ids at all."""
     store = open_store(tmp_path)
     failed = {question.id for question in QUESTIONS[3:6]}

@@ -129,9 +129,7 @@ def meetings(folder: Path, rank: int, stall_timeout: float) -> list[Rendezvous]:
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_one_process_joins_and_the_others_see_for_themselves(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, late: bool
-) -> None:
+def test_one_process_joins_and_the_others_look_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, late: bool) -> None:
     """With ``late``, what the second process wrote comes into sight only after it has said that it is done."""
     questions = fake_questions(6)
     make_store(tmp_path / "s")

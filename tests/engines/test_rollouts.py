@@ -31,6 +31,7 @@ from selfcal_lightning.rewards.formats import reward_format
 from selfcal_lightning.rewards.rates import read_rates
 
 NUM_QUESTIONS, ROLLOUTS = 2, 2
+Rolled = tuple[Path, Path, Any]  # store, exported records and report
 KILLED = Path(__file__).resolve().parents[1] / "support" / "killed_command.py"
 
 
@@ -48,10 +49,15 @@ def rollout(sampled: SampleStore, folder: Path, **changes: Any) -> Any:
 
 
 @pytest.fixture(scope="module")
-def rolled(sampled: SampleStore, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Any]:
+def rolled(sampled: SampleStore, tmp_path_factory: pytest.TempPathFactory) -> Rolled:
     folder = tmp_path_factory.mktemp("rollouts")
     report = rollout(sampled, folder / "store", export=str(folder / "records.jsonl"))
     return folder / "store", folder / "records.jsonl", report
+
+
+def data_of(model: str, samples: SampleStore, rollouts: Path, **changes: Any) -> RewardDataModule:
+    settings: dict[str, Any] = {"num_samples": 3, "steps": "sentence", "rollouts": str(rollouts), **changes}
+    return RewardDataModule(model, str(samples.path), **settings)
 
 
 def inner_prefixes(sampled: SampleStore, chat: ChatFormat) -> dict[str, set[tuple[int, ...]]]:
@@ -63,9 +69,7 @@ def inner_prefixes(sampled: SampleStore, chat: ChatFormat) -> dict[str, set[tupl
     return found
 
 
-def test_every_distinct_inner_prefix_is_rolled_out_and_nothing_else(
-    sampled: SampleStore, rolled: tuple[Path, Path, Any], chat: ChatFormat
-) -> None:
+def test_exactly_the_inner_prefixes_are_rolled_out(sampled: SampleStore, rolled: Rolled, chat: ChatFormat) -> None:
     store, records, report = rolled
     wanted = {prefix_id(q, p): (q, p) for q, ps in inner_prefixes(sampled, chat).items() for p in ps}
     assert report.prefixes == report.rolled_out == len(wanted) > NUM_QUESTIONS
@@ -96,9 +100,7 @@ def test_every_distinct_inner_prefix_is_rolled_out_and_nothing_else(
     assert len(found) == len(wanted) + NUM_QUESTIONS + len(texts)
 
 
-def test_a_run_goes_on_and_takes_more_prefixes(
-    sampled: SampleStore, rolled: tuple[Path, Path, Any], tmp_path: Path
-) -> None:
+def test_a_run_goes_on_and_takes_more_prefixes(sampled: SampleStore, rolled: Rolled, tmp_path: Path) -> None:
     few = rollout(sampled, tmp_path / "store", prefixes=1, responses=1)
     assert few.prefixes <= NUM_QUESTIONS
     parts = {"first": rollout(sampled, tmp_path / "store", shard="0/2"), "rest": rollout(sampled, tmp_path / "store")}
@@ -106,9 +108,7 @@ def test_a_run_goes_on_and_takes_more_prefixes(
     assert contents(tmp_path / "store") == contents(rolled[0]), "the same rollouts, however they were shared out"
 
 
-def test_a_store_is_topped_up_to_more_rollouts(
-    sampled: SampleStore, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_store_takes_more_rollouts(sampled: SampleStore, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     few: dict[str, Any] = {"prefixes": 1, "responses": 1}
     once = rollout(sampled, tmp_path / "once", num_rollouts=3, export=str(tmp_path / "rates.jsonl"), **few)
     said = capsys.readouterr().err
@@ -124,14 +124,11 @@ def test_a_store_is_topped_up_to_more_rollouts(
 
 
 def contents(path: Path) -> dict[tuple[str, int], Sample]:
-    """Return every rollout of a joined store, by its prefix and its number."""
     return {(s.question_id, s.index): s for entry in SampleStore(path).samples() for s in entry.samples}
 
 
 @pytest.mark.slow
-def test_a_killed_run_ends_with_the_rollouts_of_an_undisturbed_one(
-    sampled: SampleStore, rolled: tuple[Path, Path, Any], tmp_path: Path
-) -> None:
+def test_a_killed_run_ends_as_an_undisturbed_one(sampled: SampleStore, rolled: Rolled, tmp_path: Path) -> None:
     """Killed while it samples, as a whole and as one of two shares; then both shares are run to their ends."""
     store = tmp_path / "store"
     command = ["rollout", "--samples_dir", str(sampled.path), "--store_dir", str(store), "--split", "calibration",
@@ -151,16 +148,13 @@ def test_a_killed_run_ends_with_the_rollouts_of_an_undisturbed_one(
 
 @pytest.mark.vllm
 @pytest.mark.slow
-def test_vllm_rolls_the_same_prefixes_out_and_goes_on(
-    sampled: SampleStore, rolled: tuple[Path, Path, Any], tmp_path: Path
-) -> None:
+def test_vllm_rolls_the_same_prefixes_out_and_goes_on(sampled: SampleStore, rolled: Rolled, tmp_path: Path) -> None:
     """One start: the second command finds everything done, and what it wrote is whole responses behind the prefixes."""
     args = {"max_context": 256, "kv_cache_memory_bytes": 1 << 28}
     engine = EngineSettings("vllm", dtype="float32", max_batch=64, engine_args=args)
     report = rollout(sampled, tmp_path / "store", engine=engine)
-    assert (report.prefixes, report.rolled_out, report.rollouts) == (
-        rolled[2].prefixes, rolled[2].prefixes, rolled[2].prefixes * ROLLOUTS,
-    )  # fmt: skip
+    number = rolled[2].prefixes
+    assert (report.prefixes, report.rolled_out, report.rollouts) == (number, number, number * ROLLOUTS)
     prefixes = {line["id"]: tuple(line["prefix_ids"]) for _, line in read_json_lines(tmp_path / "store/prefixes.jsonl")}
     before = {file: file.stat().st_mtime_ns for file in (tmp_path / "store").rglob("*.parquet")}
     assert before
@@ -173,12 +167,8 @@ def test_vllm_rolls_the_same_prefixes_out_and_goes_on(
 
 
 @pytest.mark.parametrize("target", ["success_rate", "hard"])
-def test_rates_are_targets_inside_of_responses(
-    sampled: SampleStore, rolled: tuple[Path, Path, Any], tiny_model: str, target: Any
-) -> None:
-    data = RewardDataModule(
-        tiny_model, str(sampled.path), num_samples=3, target=target, steps="sentence", rollouts=str(rolled[0])
-    )
+def test_rates_are_targets_inside_responses(sampled: SampleStore, rolled: Rolled, tiny_model: str, target: Any) -> None:
+    data = data_of(tiny_model, sampled, rolled[0], target=target)
     rates, collator = read_rates(str(rolled[0])), data.collator()
     rows = [row for question in sampled.rows() for row in question]
     for row in rows:
@@ -191,11 +181,8 @@ def test_rates_are_targets_inside_of_responses(
     assert any(len(collator.places(row, 1.0, 1.0)) > 2 for row in rows)
 
 
-def test_consensus_is_learnt_without_labels(
-    sampled: SampleStore, rolled: tuple[Path, Path, Any], tiny_model: str, chat: ChatFormat
-) -> None:
-    settings: dict[str, Any] = {"num_samples": 3, "steps": "sentence", "rollouts": str(rolled[0])}
-    collator = RewardDataModule(tiny_model, str(sampled.path), target="consensus", **settings).collator()
+def test_consensus_needs_no_labels(sampled: SampleStore, rolled: Rolled, tiny_model: str, chat: ChatFormat) -> None:
+    collator = data_of(tiny_model, sampled, rolled[0], target="consensus").collator()
     rollouts = {entry.question.id: entry.samples for entry in SampleStore(rolled[0]).samples()}
     places = 0
     for entry, rows in zip(SampleStore(sampled.path).samples(), sampled.rows(), strict=True):
@@ -227,22 +214,16 @@ def test_questions_without_references_are_rolled_out_for_the_consensus(tiny_mode
         assert not (tmp_path / "store").exists()
     report = rollout(unlabelled, tmp_path / "store", responses=1, prefixes=1)
     assert (report.rolled_out, report.rollouts, report.success) == (1, ROLLOUTS, None)
-    RewardDataModule(
-        tiny_model, str(unlabelled.path), target="consensus", num_samples=3, steps="sentence",
-        rollouts=str(tmp_path / "store"),
-    ).collator()  # fmt: skip
+    data_of(tiny_model, unlabelled, tmp_path / "store", target="consensus").collator()
     with pytest.raises(InputError, match="have no labels"):
         read_rates(str(tmp_path / "store"))
 
 
-def test_rates_reach_a_public_reward_model_by_their_texts(
-    sampled: SampleStore, rolled: tuple[Path, Path, Any], shallow_model: str, tmp_path: Path
+def test_rates_reach_public_reward_models(
+    sampled: SampleStore, rolled: Rolled, shallow_model: str, tmp_path: Path
 ) -> None:
     public = stand_in(shallow_model, tmp_path / "m", reward_format("reasoneval"))
-    data = RewardDataModule(
-        public, str(sampled.path), format="reasoneval", num_samples=3, target="success_rate", steps="sentence",
-        rollouts=str(rolled[0]),
-    )  # fmt: skip
+    data = data_of(public, sampled, rolled[0], format="reasoneval", target="success_rate")
     rates, collator = read_rates(str(rolled[0])), data.collator()
     chat = ChatFormat(load_tokenizer(str(sampled.round_manifest().fingerprint.model.model)))
     inner = 0
@@ -251,9 +232,8 @@ def test_rates_reach_a_public_reward_model_by_their_texts(
             ids = row.sample.token_ids or ()
             ends = token_step_ends(chat.tokenizer, ids, "sentence")
             *before, last = collator.places(row, 1.0, 1.0)
-            assert [one.target for one in before] == [
-                rates[prefix_id(row.question.id, ids[:e])].share for e in ends[:-1]
-            ]
+            shares = [rates[prefix_id(row.question.id, ids[:e])].share for e in ends[:-1]]
+            assert [one.target for one in before] == shares
             assert last.target == 1.0
             inner += len(before)
     assert inner > 2
@@ -261,28 +241,17 @@ def test_rates_reach_a_public_reward_model_by_their_texts(
 
 @pytest.mark.parametrize("format", [None, "reasoneval"])
 def test_rollouts_of_other_steps_are_refused(
-    sampled: SampleStore,
-    rolled: tuple[Path, Path, Any],
-    shallow_model: str,
-    tiny_model: str,
-    tmp_path: Path,
-    format: Any,
+    sampled: SampleStore, rolled: Rolled, shallow_model: str, tiny_model: str, tmp_path: Path, format: Any
 ) -> None:
     model = tiny_model if format is None else stand_in(shallow_model, tmp_path / "m", reward_format(format))
-    settings: dict[str, Any] = {"num_samples": 3, "target": "success_rate", "rollouts": str(rolled[0])}
-    index = sampled.index()
-    same, other = (
-        RewardDataModule(model, str(sampled.path), steps=steps, format=format, **settings)
-        for steps in ("sentence", "line")
-    )
+    index, settings = sampled.index(), {"target": "success_rate", "format": format}
+    same, other = (data_of(model, sampled, rolled[0], steps=steps, **settings) for steps in ("sentence", "line"))
     same._table(sampled, index, same.collator(), same.recipes())
     with pytest.raises(InputError, match=r"continues from a step .* by the rule 'line'.*--steps line"):
         other._table(sampled, index, other.collator(), other.recipes())
 
 
-def test_rows_of_trl_are_written_and_read_back(
-    sampled: SampleStore, rolled: tuple[Path, Path, Any], tmp_path: Path
-) -> None:
+def test_rows_of_trl_are_written_and_read_back(sampled: SampleStore, rolled: Rolled, tmp_path: Path) -> None:
     rates = read_rates(str(rolled[0]))
     for labels in ("hard", "rate"):
         path = tmp_path / f"{labels}.jsonl"
@@ -311,17 +280,23 @@ def test_rows_of_trl_are_written_and_read_back(
             assert stored[row["prompt"], " ".join(row["completions"][:number])] == label
 
 
-def test_prefixes_are_taken_after_numbers_of_steps(sampled: SampleStore, chat: ChatFormat) -> None:
-    source = RolloutSource(str(sampled.path), "calibration", None, 3, None, "sentence", (2, 1))
-    everything = RolloutSource(str(sampled.path), "calibration", None, 3, None, "sentence")
-    found, known = (one.read(chat, longest=200) for one in (source, everything))
-    assert {prefix.steps for prefix in found} == {1, 2}
-    assert {one.question.id for one in found} == {one.question.id for one in known if one.steps <= 2}
-
-
-def test_rollouts_of_another_policy_are_refused(
-    sampled: SampleStore, rolled: tuple[Path, Path, Any], tmp_path: Path, shallow_model: str
+def test_prefixes_of_numbers_of_steps_and_of_full_responses(
+    sampled: SampleStore, chat: ChatFormat, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    some = RolloutSource(str(sampled.path), "calibration", None, 3, None, "sentence", (2, 1))
+    source = RolloutSource(str(sampled.path), "calibration", None, 3, None, "sentence")
+    found, whole = some.read(chat, longest=200), source.read(chat, longest=200, tell=True)
+    assert "left out" not in capsys.readouterr().err
+    assert {prefix.steps for prefix in found} == {1, 2}
+    assert {one.question.id for one in found} == {one.question.id for one in whole if one.steps <= 2}
+    lengths = sorted({len(prefix.prefix_ids) for prefix in whole})
+    for longest in lengths[1:]:
+        found = source.read(chat, longest=longest, tell=True)
+        assert {len(one.prefix_ids) for one in found} == {length for length in lengths if length < longest}
+        assert f"{len(whole) - len(found)} prefixes are left out" in capsys.readouterr().err
+
+
+def test_another_policy_is_refused(sampled: SampleStore, rolled: Rolled, tmp_path: Path, shallow_model: str) -> None:
     with pytest.raises(InputError, match=r"`model` to be the policy that sampled the responses.*Leave `model` out"):
         rollout(sampled, tmp_path / "store", model=shallow_model)
     fingerprint = sampled.round_manifest().fingerprint
@@ -333,9 +308,7 @@ def test_rollouts_of_another_policy_are_refused(
         read_rates(str(sampled.path))
 
 
-def test_rollouts_of_another_policy_teach_and_scale_nothing(
-    rolled: tuple[Path, Path, Any], pool: Pool, tiny_model: str, tmp_path: Path
-) -> None:
+def test_rollouts_of_another_policy_teach_nothing(rolled: Rolled, pool: Pool, tiny_model: str, tmp_path: Path) -> None:
     store = pool.write("elsewhere")
     settings: dict[str, Any] = {"num_samples": 3, "steps": "sentence", "rollouts": str(rolled[0])}
     for target in ("success_rate", "hard", "consensus"):
@@ -347,19 +320,6 @@ def test_rollouts_of_another_policy_teach_and_scale_nothing(
             store, str(tmp_path / "s.json"), target="success_rate", rollouts=str(rolled[0]), split="validation",
             reward=reward,
         )  # fmt: skip
-
-
-def test_a_prefix_that_fills_a_response_has_no_rollouts(
-    sampled: SampleStore, chat: ChatFormat, capsys: pytest.CaptureFixture[str]
-) -> None:
-    source = RolloutSource(str(sampled.path), "calibration", None, 3, None, "sentence")
-    whole = source.read(chat, longest=200, tell=True)
-    assert "left out" not in capsys.readouterr().err
-    lengths = sorted({len(prefix.prefix_ids) for prefix in whole})
-    for longest in lengths[1:]:
-        found = source.read(chat, longest=longest, tell=True)
-        assert {len(one.prefix_ids) for one in found} == {length for length in lengths if length < longest}
-        assert f"{len(whole) - len(found)} prefixes are left out" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -379,24 +339,20 @@ def test_a_prefix_that_fills_a_response_has_no_rollouts(
         ({"labels": "soft"}, "`labels` to be one of"),
     ],
 )
-def test_what_cannot_be_rolled_out_is_refused(
-    sampled: SampleStore, tmp_path: Path, changes: dict[str, Any], message: str
-) -> None:
+def test_what_cannot_be_rolled_out(sampled: SampleStore, tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         rollout(sampled, tmp_path / "store", **changes)
 
 
-def test_folders_that_do_not_fit_are_refused(
-    sampled: SampleStore, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_unfit_folders_are_refused(sampled: SampleStore, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(InputError, match="`store_dir` to be another folder"):
         rollout(sampled, sampled.path)
     assert run(["rollout", "--samples_dir", str(tmp_path), "--store_dir", str(tmp_path / "out")]) == 1
     assert "Expected `samples_dir` to be a sample store" in capsys.readouterr().err
 
 
-def test_records_of_prefixes_are_imported_and_learnt_at_their_ends(
-    rolled: tuple[Path, Path, Any], tiny_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_records_are_learnt_at_their_ends(
+    rolled: Rolled, tiny_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lines = [line for _, line in read_json_lines(rolled[1]) if line["reasoning_prefix"]]  # the others are of questions
     options = ["--path", str(rolled[1]), "--store_dir", str(tmp_path / "store"), "--task", "word_problems"]

@@ -59,7 +59,7 @@ def test_shift_of_targets_by_hand(tmp_path: Path) -> None:
     assert describe_shift(before, {}) == {}
 
 
-def test_a_round_is_described_by_its_own_samples(tmp_path: Path) -> None:
+def test_a_round_is_described_by_what_is_known_of_its_own_samples(tmp_path: Path) -> None:
     (index,) = index_of(
         tmp_path,
         [
@@ -77,8 +77,5 @@ def test_a_round_is_described_by_its_own_samples(tmp_path: Path) -> None:
     assert values["calibration/ECE"] == pytest.approx((2 * 0.45 + 5 * 0.15) / 7)
     # The right one at .95 against one wrong at .95 (one half) and five below.
     assert values["discrimination/AUROC"] == pytest.approx(5.5 / 6)
-
-
-def test_what_is_unknown_is_left_out(tmp_path: Path) -> None:
-    (index,) = index_of(tmp_path, [{"a": [(None, None, None)] * 2}])
+    (index,) = index_of(tmp_path / "unknown", [{"a": [(None, None, None)] * 2}])
     assert describe_round(index) == {"rate/Unreadable": 1.0, "rate/Truncated": 1.0, "rate/WithoutConfidence": 1.0}

@@ -19,23 +19,17 @@ from selfcal_lightning.training.rounds import adapter_folder
 
 TWO = [QuestionSource("word_problems", split="train", limit=2)]
 UNREADABLE = {"target": "p_true", "drop_none": False}  # two layers write no answers
+ROUNDS = {"max_epochs": 2, "reload_dataloaders_every_n_epochs": 1}
 SHALLOW = True
 
 
-def digest(
-    tiny_model: str,
-    *,
-    module: dict[str, Any] | None = None,
-    data: dict[str, Any] | None = None,
-    trainer: dict[str, Any] | None = None,
-    round: int = 1,
-) -> str:
+def digest(tiny_model: str, *, round: int = 1, **changes: dict[str, Any]) -> str:
     """The digest of a run of twelve steps; no store is there, and no loader is built."""
-    settings = {"max_epochs": -1, "max_steps": 12, **(trainer or {})}
-    run = trainer_with(**settings)
-    rows = data_module(tiny_model, Path("nowhere"), **{"regenerate_every_n_epochs": 1, **(data or {})})
+    module, data, trainer = (changes.get(part, {}) for part in ("module", "data", "trainer"))
+    run = trainer_with(**{"max_epochs": -1, "max_steps": 12, **trainer})
+    rows = data_module(tiny_model, Path("nowhere"), **{"regenerate_every_n_epochs": 1, **data})
     rows.trainer = run
-    learner = module_of(tiny_model, **(module or {}))
+    learner = module_of(tiny_model, **module)
     run._data_connector.attach_data(learner, datamodule=rows)
     return training_digest(run, learner, round=round)
 
@@ -96,18 +90,9 @@ def test_the_digest_of_a_training_is_there_before_a_loader_is(tiny_model: str, t
         def on_train_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:
             digests.append(training_digest(trainer, pl_module, round=1))
 
-    data = {"train": TWO, "num_samples": 2, "total_tuples": 4, "validation": [], **UNREADABLE}
-    trainer_with(
-        generation(max_new_tokens=60), Watch(), max_epochs=-1, max_steps=1, reload_dataloaders_every_n_epochs=1
-    ).fit(
-        module_of(tiny_model),
-        datamodule=data_module(tiny_model, tmp_path / "store", regenerate_every_n_epochs=1, **data),
-    )
+    short_run(tiny_model, tmp_path / "store", Watch(), max_epochs=-1, max_steps=1)
     assert len(digests) == 2
     assert digests[0] == digests[1]
-
-
-# ---- refused before anything is sampled
 
 
 @pytest.mark.parametrize(
@@ -128,15 +113,10 @@ def test_the_digest_of_a_training_is_there_before_a_loader_is(tiny_model: str, t
         ({"module": {"quantization": "nf4"}, "generation": {"dtype": "float16"}}, r"`dtype: auto` \(or float32\)"),
     ],
 )
-def test_what_cannot_be_regenerated_is_refused(
-    tiny_model: str, tmp_path: Path, settings: dict[str, Any], message: str
-) -> None:
+def test_what_cannot_be_regenerated(tiny_model: str, tmp_path: Path, settings: dict[str, Any], message: str) -> None:
     store = tmp_path / "store"
-    trainer = trainer_with(
-        generation(**settings.get("generation", {})),
-        *settings.get("callbacks", ()),
-        **{"max_epochs": 2, "reload_dataloaders_every_n_epochs": 1, **settings.get("trainer", {})},
-    )
+    callbacks = [generation(**settings.get("generation", {})), *settings.get("callbacks", ())]
+    trainer = trainer_with(*callbacks, **{**ROUNDS, **settings.get("trainer", {})})
     data = data_module(tiny_model, store, regenerate_every_n_epochs=1, **settings.get("data", {}))
     with pytest.raises(ValueError, match=message):
         trainer.fit(module_of(tiny_model, **settings.get("module", {})), datamodule=data)
@@ -147,9 +127,7 @@ def test_so_is_a_model_that_is_cut_over_processes(tiny_model: str, tmp_path: Pat
     """In a process of its own: the group that Lightning begins there must not be inherited by later tests."""
 
     def refused() -> str:
-        trainer = trainer_with(
-            generation(), strategy=AdapterModelParallelStrategy(), max_epochs=2, reload_dataloaders_every_n_epochs=1
-        )
+        trainer = trainer_with(generation(), strategy=AdapterModelParallelStrategy(), **ROUNDS)
         data = data_module(tiny_model, tmp_path / "store", regenerate_every_n_epochs=1)
         with pytest.raises(ValueError, match=r"FSDP2.*auto or ddp") as raised:
             trainer.fit(module_of(tiny_model), datamodule=data)
@@ -159,12 +137,7 @@ def test_so_is_a_model_that_is_cut_over_processes(tiny_model: str, tmp_path: Pat
     assert not (tmp_path / "store").exists()
 
 
-# ---- a round that nobody would read
-
-
 class Stop(Callback):
-    """Asks training to stop after its first step."""
-
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         trainer.should_stop = trainer.should_stop or trainer.global_step >= 1
 
@@ -174,15 +147,10 @@ def short_run(
 ) -> Trainer:
     """Train on two questions for one step an epoch, a new round after each."""
     module = module_of(tiny_model, **settings.pop("module", {}))
-    trainer = trainer_with(
-        generation(max_new_tokens=60),
-        *callbacks,
-        **{"max_epochs": 1, "reload_dataloaders_every_n_epochs": 1, "limit_val_batches": 0, **settings},
-    )
-    data = data_module(
-        tiny_model, store, regenerate_every_n_epochs=1, train=TWO, validation=[], num_samples=2, total_tuples=4,
-        **UNREADABLE,
-    )  # fmt: skip
+    changes = {**ROUNDS, "max_epochs": 1, "limit_val_batches": 0, **settings}
+    trainer = trainer_with(generation(max_new_tokens=60), *callbacks, **changes)
+    rows = {"train": TWO, "validation": [], "num_samples": 2, "total_tuples": 4, **UNREADABLE}
+    data = data_module(tiny_model, store, regenerate_every_n_epochs=1, **rows)
     trainer.fit(module, datamodule=data, ckpt_path=ckpt_path)
     return trainer
 

@@ -21,7 +21,7 @@ from selfcal_lightning.models.folders import weights_sha256
 from selfcal_lightning.models.lora import LoraSettings, adapter_difference
 from selfcal_lightning.training.rounds import adapter_folder
 
-COLLECTIVE_TIMEOUT, DELAY = 20.0, 30.0
+COLLECTIVE_TIMEOUT, DELAY = timedelta(seconds=20.0), 30.0
 SETTINGS = {"max_new_tokens": 60, "max_batch": 32, "questions_per_shard": 1}
 
 
@@ -36,14 +36,10 @@ class Late(SSCGeneration):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["transformers", pytest.param("vllm", marks=pytest.mark.vllm)])
-def test_processes_wait_for_a_late_one_longer_than_a_collective_would(
-    tiny_model: str, tmp_path: Path, engine: str
-) -> None:
+def test_processes_wait_for_a_late_one_longer_than_collectives(tiny_model: str, tmp_path: Path, engine: str) -> None:
     store = tmp_path / "store"
     lora = LoraSettings(r=4, dropout=0.0, activated=False)
-    strategy = DDPStrategy(
-        start_method="fork", process_group_backend="gloo", timeout=timedelta(seconds=COLLECTIVE_TIMEOUT)
-    )
+    strategy = DDPStrategy(start_method="fork", process_group_backend="gloo", timeout=COLLECTIVE_TIMEOUT)
     settings = {"max_epochs": 2, "reload_dataloaders_every_n_epochs": 1}
     started = time.monotonic()
     trainer_with(Late(**nested(engine=engine, **SETTINGS)), devices=2, strategy=strategy, **settings).fit(
@@ -73,9 +69,6 @@ def test_processes_wait_for_a_late_one_longer_than_a_collective_would(
         )
         assert differences[0] > 1e-3 > 1e-5 > differences[1]
         assert SampleStore(store).manifest.shards == manifest.shards
-
-
-# ---- killed
 
 
 def _train(model: str, folder: Path, *arguments: str, ranks: int = 1) -> int:

@@ -27,8 +27,6 @@ def sample(model: str, path: Path, interrupt: Interrupt = never, *, shard_by_sha
 
 
 class After:
-    """Asks to stop at the n-th look."""
-
     def __init__(self, looks: int) -> None:
         self.left = looks
 

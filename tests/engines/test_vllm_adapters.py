@@ -123,9 +123,6 @@ def test_the_plugin_is_off_when_no_folder_is_named(monkeypatch: pytest.MonkeyPat
     assert worker_environment({}, on_cpu=True, activated_adapter="/new")[ADAPTER_VARIABLE] == "/new"
 
 
-# ---- LoRA on a CPU
-
-
 def _mapping(tokens: list[int], sampled: list[int]) -> Any:
     from vllm.lora.layers import LoRAMapping
 
@@ -172,9 +169,6 @@ def test_tokens_without_an_adapter_get_none_when_all_slots_are_taken() -> None:
         assert y.ne(0.0).any(1).tolist() == changed
 
 
-# ---- the self-test's judgement
-
-
 def _try(*, exact: bool, **changes: float) -> None:
     given = {"base": 0.2, "asleep": 0.2, "base_asked": 0.3, "awake": 0.5, "base_again": 0.3, **changes}
     answers = {name: [[p, 0.1], [0.4, 0.1]] for name, p in given.items()}
@@ -184,7 +178,7 @@ def _try(*, exact: bool, **changes: float) -> None:
     assert awake == answers["awake"]
 
 
-def test_the_self_test_tells_what_is_wrong() -> None:
+def test_the_self_test_tells_what_is_wrong_and_fits_a_short_context() -> None:
     _try(exact=True)
     _try(exact=False, asleep=0.201)
     for changes, said in (
@@ -199,9 +193,6 @@ def test_the_self_test_tells_what_is_wrong() -> None:
     check_equals_module([[0.2, 0.1]], [[0.2, 0.10005]], engine="vLLM")
     with pytest.raises(ValueError, match=r"to 0\.0001 in float32, but they differ by 0\.0002"):
         check_equals_module([[0.2, 0.1]], [[0.2, 0.1002]], engine="vLLM")
-
-
-def test_the_probe_fits_a_short_context() -> None:
     probe = make_probe(QUERY, (5, 6), vocabulary=50, longest=20)
     assert [len(context) for context in probe.contexts] == [5, 17]
     assert all(len(asked) <= 20 and asked[-3:] == QUERY for asked in probe.asked)

@@ -9,13 +9,11 @@ from selfcal_lightning.models.chat_format import ChatFormat
 
 @pytest.fixture
 def key(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The server's key, where the engine looks for it."""
     monkeypatch.setenv(KEY_NAME, KEY)
 
 
 @pytest.fixture
 def server(chat: ChatFormat) -> Iterator[FakeServer]:
-    """A server that asks for the key."""
     server = FakeServer(canned(chat), chat.tokenizer, key=KEY)
     yield server
     server.close()
@@ -23,6 +21,5 @@ def server(chat: ChatFormat) -> Iterator[FakeServer]:
 
 @pytest.fixture
 def connect(server: FakeServer, tiny_model: str, chat: ChatFormat) -> Iterator[Connect]:
-    """A maker of engines that are connected to the server."""
     with connecting(server, tiny_model, chat) as connect:
         yield connect

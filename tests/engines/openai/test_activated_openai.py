@@ -37,9 +37,8 @@ def _engine(base_url: str, model: str, **options: object) -> OpenAIEngine:
 
 @pytest.fixture(scope="module")
 def server(tiny_model: str, adapter: str) -> Iterator[FakeServer]:
-    server = FakeServer(
-        RealModel(tiny_model), load_tokenizer(tiny_model), adapter=RealModel(tiny_model, adapter=adapter)
-    )
+    asked = RealModel(tiny_model, adapter=adapter)
+    server = FakeServer(RealModel(tiny_model), load_tokenizer(tiny_model), adapter=asked)
     yield server
     server.close()
 
@@ -62,9 +61,7 @@ class TestActivated(ActivatedContract):
     ("which", "said"),
     [("always", "it reads more than its query"), ("never", "It was not trained, or it does not wake")],
 )
-def test_a_server_without_the_plugin_is_refused(
-    which: str, said: str, tiny_model: str, adapter: str, always: str
-) -> None:
+def test_a_server_without_plugin_is_refused(which: str, said: str, tiny_model: str, adapter: str, always: str) -> None:
     model = RealModel(tiny_model, adapter=always if which == "always" else None)
     server = FakeServer(RealModel(tiny_model), load_tokenizer(tiny_model), adapter=model)
     engine = _engine(server.base_url, tiny_model, adapter=adapter)
@@ -74,9 +71,7 @@ def test_a_server_without_the_plugin_is_refused(
     server.close()
 
 
-def test_confidences_of_another_adapter_are_refused(
-    server: FakeServer, tiny_model: str, reference: Reference, tmp_path: Path
-) -> None:
+def test_another_adapter_is_refused(server: FakeServer, tiny_model: str, reference: Reference, tmp_path: Path) -> None:
     other = write_adapter(tiny_model, tmp_path, reference.chat.query.suffix_ids, lora_alpha=600)
     engine = _engine(server.base_url, tiny_model, adapter=other)
     with pytest.raises(ValueError, match=r"Expected the server to give the probabilities of the module that trained"):
@@ -95,9 +90,6 @@ def test_a_name_that_is_no_adapters_is_refused(server: FakeServer, tiny_model: s
         engine.close()
 
 
-# ---- vLLM's own server
-
-
 def _plugin_path(folder: Path) -> Path:
     """Write what pip would write of our entry points, so that a server finds the plugin of this checkout."""
     groups = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
@@ -111,7 +103,6 @@ def _plugin_path(folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def vllms_server(tiny_model: str, adapter: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The base URL of vLLM's server with our plugin."""
     folder = tmp_path_factory.mktemp("server")
     environment = worker_environment(os.environ, on_cpu=True, activated_adapter=adapter)
     environment["PYTHONPATH"] = os.pathsep.join([str(_plugin_path(folder)), environment["PYTHONPATH"]])

@@ -58,9 +58,7 @@ def test_a_response_is_what_the_server_said(connect: Connect, server: FakeServer
     assert engine.describe()["weights_sha256"] is None
 
 
-def test_masses_stay_probabilities_where_rounded_log_probabilities_add_up_to_more(
-    connect: Connect, server: FakeServer, chat: ChatFormat
-) -> None:
+def test_masses_stay_probabilities_in_spite_of_rounding(connect: Connect, server: FakeServer, chat: ChatFormat) -> None:
     query = replace(chat.query, yes_ids=(5, 6), no_ids=(7,))
     top = {"token_id:5": math.log(0.5 + 1e-7), "token_id:6": math.log(0.5), "token_id:7": -40.0}
     engine = connect()
@@ -82,9 +80,7 @@ def test_no_more_requests_run_than_allowed(connect: Connect, server: FakeServer,
     assert server.busiest == 3
 
 
-def test_what_follows_the_end_of_the_turn_is_no_part_of_the_response(
-    connect: Connect, server: FakeServer, chat: ChatFormat
-) -> None:
+def test_what_follows_the_end_of_a_turn_is_left_out(connect: Connect, server: FakeServer, chat: ChatFormat) -> None:
     """In one piece and in several, and where the server ends at an id of its own."""
     end, ids = min(chat.end_of_turn_ids), chat.response_ids("It is 8.")
 
@@ -107,9 +103,7 @@ def test_what_follows_the_end_of_the_turn_is_no_part_of_the_response(
 
 
 @pytest.mark.timeout(60)  # without cancelling, it would end at the deadline
-def test_cancelling_closes_the_connection_and_tells_what_came(
-    connect: Connect, server: FakeServer, chat: ChatFormat
-) -> None:
+def test_cancelling_hangs_up_and_tells_what_came(connect: Connect, server: FakeServer, chat: ChatFormat) -> None:
     server.faults.extend([is_silent(after=EVENT), is_silent()])
     engine = connect(max_batch=2, deadline=600.0)
     engine.submit(requests_of(chat, 4))
@@ -124,9 +118,7 @@ def test_cancelling_closes_the_connection_and_tells_what_came(
     assert len(generate(engine, requests_of(chat, 4))) == 4
 
 
-def test_scores_go_before_waiting_samples_and_failures_name_the_prompt(
-    connect: Connect, server: FakeServer, chat: ChatFormat
-) -> None:
+def test_scores_go_first_and_failures_name_the_prompt(connect: Connect, server: FakeServer, chat: ChatFormat) -> None:
     engine = connect(max_batch=1)
 
     async def wait_for_the_scores(exchange: Exchange) -> None:
@@ -173,9 +165,7 @@ def test_the_key_is_sent_and_never_shown(
         connect().submit([])
 
 
-def test_what_is_wrong_at_the_start_is_told_without_the_key(
-    connect: Connect, server: FakeServer, chat: ChatFormat
-) -> None:
+def test_what_is_wrong_at_the_start_is_told_without_key(connect: Connect, server: FakeServer, chat: ChatFormat) -> None:
     server.models = [KEY, "second"]
     with pytest.raises(ValueError, match=r"`served_model` to name a model .*It has: \[key\], second") as caught:
         connect().submit([])
@@ -194,9 +184,7 @@ def test_a_server_without_keys_needs_none(tiny_model: str, chat: ChatFormat, mon
     server.close()
 
 
-def test_a_server_that_is_not_there_is_named_and_may_come_later(
-    connect: Connect, server: FakeServer, chat: ChatFormat, tiny_model: str
-) -> None:
+def test_an_absent_server_is_named_and_may_come_later(connect: Connect, server: FakeServer, chat: ChatFormat) -> None:
     late = FakeServer(canned(chat), chat.tokenizer)
     late.close()
     engine = connect(base_url=late.base_url, max_retries=2)

@@ -1,4 +1,5 @@
 import json
+from typing import Any
 
 import pytest
 from support.openai_engines import EVENT, KEY, Connect, requests_of
@@ -93,7 +94,7 @@ def test_a_refusal_or_garbage_is_reported_at_once_and_the_others_go_on(
 
 
 @pytest.mark.parametrize(
-    ("top", "message"),
+    ("top", "said"),
     [
         ({"token_id:5": -0.1, "token_id:6": -0.2}, "add up to more than 1"),
         ({"token_id:5": 3.0, "token_id:6": -1.0}, "3.0 is not a log-probability"),
@@ -103,40 +104,36 @@ def test_a_refusal_or_garbage_is_reported_at_once_and_the_others_go_on(
         ([-1.0, -1.0], "something else"),
     ],
 )
-def test_scores_that_cannot_be_are_refused(
-    connect: Connect, server: FakeServer, chat: ChatFormat, top: object, message: str
-) -> None:
+def test_bad_scores_are_refused(connect: Connect, server: FakeServer, chat: ChatFormat, top: object, said: str) -> None:
     server.faults.append(says(json.dumps({"choices": [{"logprobs": {"top_logprobs": [top]}}]}).encode()))
     engine = connect()
-    with pytest.raises(RequestsFailedError, match=message) as caught:
+    with pytest.raises(RequestsFailedError, match=said) as caught:
         engine.next_token_probabilities([chat.prompt_ids([Message("user", "5 + 3?")])], [5, 6])
     assert not any(failure.is_refusal for failure in caught.value.failures.values())
 
 
-def test_a_server_that_keeps_failing_is_given_up(connect: Connect, server: FakeServer, chat: ChatFormat) -> None:
-    server.faults.extend([status(500, "out of memory")] * 4)
-    engine = connect(max_retries=3, max_batch=1)
-    with pytest.raises(RequestsFailedError, match=r"HTTP 500: out of memory \(4 attempts\)"):
-        generate(engine, requests_of(chat, 1))
-    assert len(server.completions()) == 4
-
-
-@pytest.mark.parametrize("after", [b"", EVENT], ids=["silent", "stuck"])
-def test_a_server_that_is_too_slow_is_given_up_at_the_deadline(
-    connect: Connect, server: FakeServer, chat: ChatFormat, after: bytes
+@pytest.mark.parametrize(
+    ("faults", "options", "attempts", "said"),
+    [
+        ([status(500, "no room")] * 4, {"max_retries": 3}, 4, r"HTTP 500: no room \(4 attempts\)"),
+        ([is_silent()], {"deadline": 0.3}, 1, "the time was up in attempt 1"),
+        ([is_silent(after=EVENT)], {"deadline": 0.3}, 1, "the time was up in attempt 1"),
+        (
+            [status(429, "quota", Retry_After="3600")],
+            {},
+            1,
+            r"HTTP 429: quota \(attempt 1; no time left to wait 3.6e\+03",
+        ),
+    ],
+)
+def test_a_server_that_keeps_failing_or_waiting_is_given_up(
+    connect: Connect, server: FakeServer, chat: ChatFormat, faults: Any, options: Any, attempts: int, said: str
 ) -> None:
-    server.faults.append(is_silent(after=after))
-    engine = connect(deadline=0.3)
-    with pytest.raises(RequestsFailedError, match="the time was up in attempt 1"):
-        generate(engine, requests_of(chat, 2))
-    assert len(server.completions()) == 2
-
-
-def test_a_wait_that_outlasts_the_deadline_is_not_begun(connect: Connect, server: FakeServer, chat: ChatFormat) -> None:
-    server.faults.append(status(429, "quota", Retry_After="3600"))
-    engine = connect()
-    with pytest.raises(RequestsFailedError, match=r"HTTP 429: quota \(attempt 1; no time left to wait 3.6e\+03 s"):
+    server.faults.extend(faults)
+    engine = connect(max_batch=1, **options)
+    with pytest.raises(RequestsFailedError, match=said):
         generate(engine, requests_of(chat, 1))
+    assert len(server.completions()) == attempts
 
 
 def test_the_query_is_retried_alone(connect: Connect, server: FakeServer, chat: ChatFormat) -> None:

@@ -115,16 +115,13 @@ def test_what_is_shown_is_short_printable_and_without_the_key() -> None:
     assert shown.isprintable()
 
 
-def test_retry_after_is_read_as_seconds_or_as_a_date() -> None:
+def test_waits_are_what_the_server_says_or_double_up_to_a_limit() -> None:
     now = datetime(2026, 1, 1, tzinfo=UTC)
     date = format_datetime(now + timedelta(seconds=90), usegmt=True)
     past = format_datetime(now - timedelta(days=1), usegmt=True)
     wanted = {"2": 2.0, "0.5": 0.5, "-3": 0.0, date: 90.0, past: 0.0}
     wanted |= dict.fromkeys([None, "soon", "Mon, 01 Jan 99999999999999999999 00:00:00 GMT", "nan", "inf", ""])
     assert {value: wire.retry_after_seconds(value, now=now) for value in wanted} == wanted
-
-
-def test_backoff_doubles_up_to_its_limit_between_half_and_all() -> None:
     least = [wire.backoff_seconds(n, first=0.5, longest=3.0, chance=0.0) for n in range(5)]
     assert least == [0.25, 0.5, 1.0, 1.5, 1.5]
     assert wire.backoff_seconds(5000, first=0.5, longest=3.0, chance=0.999) < 3.0

@@ -25,7 +25,6 @@ KEY = "sk-only-for-this-test"
 
 @pytest.fixture(scope="module")
 def server(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The base URL of vLLM's server over the bundled model, with a key."""
     environment = worker_environment(os.environ, on_cpu=True)
     with vllm_serving(tiny_model, tmp_path_factory.mktemp("server"), environment, "--api-key", KEY) as base_url:
         yield base_url
@@ -58,9 +57,7 @@ class TestContract(EngineContract):
         return server_engine
 
 
-def test_the_size_of_the_pieces_changes_nothing(
-    server_engine: OpenAIEngine, server: str, tiny_model: str, reference: Reference
-) -> None:
+def test_pieces_change_nothing(server_engine: OpenAIEngine, server: str, tiny_model: str, reference: Reference) -> None:
     requests = reference.requests(EDT, count=2)
     coarse = over_server(server, tiny_model, api_key_env=KEY_NAME, stream_interval=16)
     assert generate(coarse, requests) == generate(server_engine, requests)

@@ -50,12 +50,8 @@ def test_plain_peft_states_the_same_confidences(module: SelfCalibrationModule, a
     batch = batch_of(MIXED[:8], module.chat)
     wanted = module.confidence(batch).p_true.float()
     base = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
-    torch.testing.assert_close(
-        reference_p_true(PeftModel.from_pretrained(base, str(adapter)).eval(), batch, module.chat),
-        wanted,
-        atol=1e-5,
-        rtol=0,
-    )
+    loaded = PeftModel.from_pretrained(base, str(adapter)).eval()
+    torch.testing.assert_close(reference_p_true(loaded, batch, module.chat), wanted, atol=1e-5, rtol=0)
     found = AutoPeftModelForCausalLM.from_pretrained(adapter, dtype=torch.float32).eval()  # finds the base by itself
     torch.testing.assert_close(reference_p_true(found, batch, module.chat), wanted, atol=1e-5, rtol=0)
     with found.disable_adapter():

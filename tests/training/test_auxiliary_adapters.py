@@ -16,7 +16,7 @@ from selfcal_lightning.callbacks.adapter_export import AdapterExport
 from selfcal_lightning.commands.export import run_export
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.models.chat_format import DEFAULT_QUERY
-from selfcal_lightning.models.folders import read_invocation_ids, read_manifest
+from selfcal_lightning.models.folders import ADAPTER_WEIGHTS, read_invocation_ids, read_manifest
 from selfcal_lightning.models.lora import adapter_difference
 from selfcal_lightning.training.settings import AuxiliarySettings
 
@@ -28,13 +28,13 @@ AUXILIARY = {
     "short": AuxiliarySettings(query=SHORT_QUERY),
     "ranked": AuxiliarySettings(ranking=0.5, loss="squared"),
 }
-ALONE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+Given = dict[str, Any]
+ALONE: dict[str, tuple[Given, Given]] = {
     "first": ({}, {}),
     "model": ({}, {"target": "consistency"}),
     "short": ({"query": SHORT_QUERY}, {"query": SHORT_QUERY}),
     "ranked": ({"ranking": 0.5, "loss": "squared"}, {}),
 }
-
 SHALLOW = True
 
 
@@ -45,21 +45,10 @@ def free_store(pool: Pool) -> str:
 
 
 def trained(
-    pool: Pool,
-    store: str,
-    folder: Path,
-    module: dict[str, Any],
-    data: dict[str, Any],
-    *callbacks: Callback,
-    ckpt_path: str | None = None,
+    pool: Pool, store: str, folder: Path, module: Given, data: Given, *callbacks: Callback, ckpt_path: str | None = None
 ) -> Path:
-    """Train and export, and return the folder of the adapter."""
-    trainer = quiet_trainer(
-        callbacks=[AdapterExport(str(folder / "adapter")), *callbacks],
-        accumulate_grad_batches=2,
-        gradient_clip_val=0.02,
-        limit_val_batches=0,
-    )
+    limits = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.02, "limit_val_batches": 0}
+    trainer = quiet_trainer(callbacks=[AdapterExport(str(folder / "adapter")), *callbacks], **limits)
     settings = {"lora": ACTIVATED, "lr": 5e-3, **module}
     data_module = pool.data(store, **ROWS, **data)
     trainer.fit(module_of(pool.model, **settings), datamodule=data_module, ckpt_path=ckpt_path)
@@ -80,7 +69,7 @@ def test_each_equals_its_training_alone(
     monkeypatch.setattr("selfcal_lightning.datamodules.ssc.stored_rows.check_prompts", lambda *_, **__: None)
     alone = trained(pool, free_store, tmp_path, module, {"target": "ssc", **data})
     folder = together if name == "first" else together.with_name(f"adapter-{name}")
-    one, other = (load_file(place / "adapter_model.safetensors") for place in (alone, folder))
+    one, other = (load_file(place / ADAPTER_WEIGHTS) for place in (alone, folder))
     assert one.keys() == other.keys()
     assert max(value.abs().max() for key, value in one.items() if "lora_B" in key) > 1e-3, "something was learned"
     assert max((one[key] - other[key]).abs().max() for key in one) < 1e-5
@@ -89,9 +78,8 @@ def test_each_equals_its_training_alone(
 
 def test_the_folders_stand_alone(pool: Pool, together: Path) -> None:
     folders = {name: together.with_name(f"adapter-{name}") for name in AUXILIARY}
-    assert sorted(place.name for place in together.parent.iterdir()) == sorted(
-        ["adapter", *(folder.name for folder in folders.values())]
-    )
+    names = ["adapter", *(folder.name for folder in folders.values())]
+    assert sorted(place.name for place in together.parent.iterdir()) == sorted(names)
     manifests = {name: read_manifest(folder) for name, folder in folders.items()}
     assert read_manifest(together)["training"]["rows"]["target"] == "ssc"
     assert manifests["model"]["training"]["rows"]["target"] == "consistency"
@@ -117,17 +105,12 @@ def test_a_resumed_run_ends_at_the_same_adapters(pool: Pool, free_store: str, to
         run_export(end, str(tmp_path / "new"), merge=False, overwrite=True)
     assert not (tmp_path / "new").exists(), "all folders are checked before the first is written"
     for name in ("adapter", *(f"adapter-{name}" for name in AUXILIARY)):
-        one, other = (load_file(place / name / "adapter_model.safetensors") for place in (together.parent, tmp_path))
+        one, other = (load_file(place / name / ADAPTER_WEIGHTS) for place in (together.parent, tmp_path))
         assert max((one[key] - other[key]).abs().max() for key in one) < 1e-5
         written = tmp_path / name.replace("adapter", "of a checkpoint")
-        assert (written / "adapter_model.safetensors").read_bytes() == (
-            tmp_path / name / "adapter_model.safetensors"
-        ).read_bytes()
+        assert (written / ADAPTER_WEIGHTS).read_bytes() == (tmp_path / name / ADAPTER_WEIGHTS).read_bytes()
         manifests = [read_manifest(folder) for folder in (written, tmp_path / name)]
-        settings_of = [
-            {key: value for key, value in one["hyper_parameters"].items() if key not in {"torch_dtype"}}
-            for one in manifests
-        ]
+        settings_of = [one["hyper_parameters"] | {"torch_dtype": None} for one in manifests]
         assert settings_of[0] == settings_of[1]
         assert manifests[0]["prompt"] == manifests[1]["prompt"]
 
@@ -151,9 +134,6 @@ def test_the_plan_counts_every_adapter(pool: Pool) -> None:
     assert "with auxiliary model, short, ranked" in plans[1].model[0]
 
 
-# ---- what is refused
-
-
 @pytest.mark.parametrize(
     ("auxiliary", "data", "message"),
     [
@@ -163,9 +143,7 @@ def test_the_plan_counts_every_adapter(pool: Pool) -> None:
         ({"teacher_share": 0.5}, {}, r"`teacher_share` 0\.5 needs a `teacher`"),
     ],
 )
-def test_what_is_refused(
-    auxiliary: dict[str, Any], data: dict[str, Any], message: str, pool: Pool, store_dir: str
-) -> None:
+def test_refusals(auxiliary: Given, data: Given, message: str, pool: Pool, store_dir: str) -> None:
     module = module_of(pool.model, lora=ACTIVATED, auxiliary={"other": AuxiliarySettings(**auxiliary)})
     with pytest.raises(ValueError, match=message):
         quiet_trainer(limit_val_batches=0).fit(module, datamodule=pool.data(store_dir, **{**ROWS, **data}))

@@ -5,13 +5,13 @@ import pickle
 import random
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from support.house import FillStore
 from support.kill_worker import die_at
 from support.module_batches import quiet_trainer
 from support.training_runs import data_module
@@ -35,9 +35,6 @@ def checkpoint_of(value: float, **more: Any) -> dict[str, Any]:
 def path(tmp_path: Path) -> Path:
     AtomicCheckpointIO().save_checkpoint(checkpoint_of(1.0), tmp_path / "last.ckpt")
     return tmp_path / "last.ckpt"
-
-
-# ---- writing
 
 
 @pytest.mark.parametrize(("call", "left"), [(1, 1.0), (2, 1.0), (3, 2.0)])
@@ -82,12 +79,10 @@ def test_an_address_is_no_folder_on_this_disk(tmp_path: Path, monkeypatch: pytes
     from selfcal_lightning.training.model_parallel import AdapterModelParallelStrategy
 
     monkeypatch.chdir(tmp_path)
-    address = "memory://bucket/run/last.ckpt"
+    address = "memory://b/run/last.ckpt"
     AtomicCheckpointIO().save_checkpoint(checkpoint_of(2.0), address)
     assert AtomicCheckpointIO().load_checkpoint(address)["state_dict"]["weight"][0] == 2.0
-    with pytest.raises(
-        ValueError, match=r"as a string, not as a `Path`, which made it 'memory:/bucket/run/last\.ckpt'"
-    ):
+    with pytest.raises(ValueError, match=r"as a string, not as a `Path`, which made it 'memory:/b/run/last\.ckpt'"):
         AtomicCheckpointIO().save_checkpoint(checkpoint_of(2.0), Path(address))
     strategy = AdapterModelParallelStrategy()
     refusal = f"a disk that all processes see, but got '{address}'"
@@ -96,9 +91,6 @@ def test_an_address_is_no_folder_on_this_disk(tmp_path: Path, monkeypatch: pytes
     with pytest.raises(ValueError, match=refusal):
         strategy.load_checkpoint(address)
     assert not list(tmp_path.iterdir())
-
-
-# ---- reading
 
 
 @pytest.mark.parametrize(
@@ -121,12 +113,22 @@ def test_a_foreign_file_is_refused_with_a_way_out(path: Path, content: bytes, fo
         AtomicCheckpointIO().load_checkpoint(foreign)
 
 
-def test_a_file_cut_short_anywhere_is_refused(path: Path) -> None:
+def test_files_cut_short_or_of_something_else_are_refused(path: Path) -> None:
     whole = path.read_bytes()
     for length in range(4, len(whole), 97):
         path.write_bytes(whole[:length])
         with pytest.raises(ValueError, match="cut short"):
             AtomicCheckpointIO().load_checkpoint(path)
+    torch.save({"weight": torch.zeros(3)}, path)
+    with pytest.raises(ValueError, match="a file of torch without 'state_dict'"):
+        AtomicCheckpointIO().load_checkpoint(path)
+    torch.save([1, 2], path)
+    with pytest.raises(ValueError, match="a file of torch without 'state_dict'"):
+        AtomicCheckpointIO().load_checkpoint(path)
+    with pytest.raises(FileNotFoundError, match=r"no checkpoint .*nothing\.ckpt\. Another one in its folder is"):
+        AtomicCheckpointIO().load_checkpoint(path.with_name("nothing.ckpt"))
+    with pytest.raises(ValueError, match="a folder"):
+        AtomicCheckpointIO().load_checkpoint(path.parent)
 
 
 def test_a_changed_bit_is_refused_or_does_no_harm(path: Path) -> None:
@@ -143,22 +145,6 @@ def test_a_changed_bit_is_refused_or_does_no_harm(path: Path) -> None:
         else:
             assert torch.equal(read["state_dict"]["weight"], torch.ones(500)), place
     assert refused > len(whole) / 41 / 2
-
-
-def test_other_files_of_torch_and_absent_ones_are_refused(path: Path) -> None:
-    torch.save({"weight": torch.zeros(3)}, path)
-    with pytest.raises(ValueError, match="a file of torch without 'state_dict'"):
-        AtomicCheckpointIO().load_checkpoint(path)
-    torch.save([1, 2], path)
-    with pytest.raises(ValueError, match="a file of torch without 'state_dict'"):
-        AtomicCheckpointIO().load_checkpoint(path)
-    with pytest.raises(FileNotFoundError, match=r"no checkpoint .*nothing\.ckpt\. Another one in its folder is"):
-        AtomicCheckpointIO().load_checkpoint(path.with_name("nothing.ckpt"))
-    with pytest.raises(ValueError, match="a folder"):
-        AtomicCheckpointIO().load_checkpoint(path.parent)
-
-
-# ---- through the command line
 
 
 def fit(tiny_model: str, folder: Path, checkpoint: Path, *options: str) -> int:
@@ -181,9 +167,8 @@ def test_resuming_what_cannot_go_on(tiny_model: str, tmp_path: Path, capsys: pyt
     weights_alone = tmp_path / "weights.ckpt"
     AtomicCheckpointIO().save_checkpoint({**checkpoint, "state_dict": trained}, weights_alone)
     assert fit(tiny_model, tmp_path, weights_alone) == 1
-    assert "a checkpoint without 'optimizer_states': it was written with `save_weights_only=True`" in (
-        capsys.readouterr().err
-    )
+    told = capsys.readouterr().err
+    assert "a checkpoint without 'optimizer_states': it was written with `save_weights_only=True`" in told
     assert fit(tiny_model, tmp_path, weights_alone, "--model.lora.r", "3") == 1
     assert "Use the settings of the run that wrote it" in capsys.readouterr().err
 
@@ -229,9 +214,6 @@ def test_random_states_go_through_a_file(tmp_path: Path) -> None:
     assert (draws(), draws()) == expected
 
 
-# ---- workers of a data loader
-
-
 def test_workers_outlive_a_signal_to_their_group_but_not_their_loader() -> None:
     loader = DataLoader(list(range(40)), num_workers=1, worker_init_fn=outlive_signals, prefetch_factor=2)
     batches = iter(loader)
@@ -248,7 +230,7 @@ def test_workers_outlive_a_signal_to_their_group_but_not_their_loader() -> None:
     assert worker.exitcode == 0
 
 
-def test_loaders_draw_no_global_numbers(tiny_model: str, fill_store: Callable[[Path], Path], tmp_path: Path) -> None:
+def test_loaders_draw_no_global_numbers(tiny_model: str, fill_store: FillStore, tmp_path: Path) -> None:
     store = fill_store(tmp_path / "store")
     data = data_module(tiny_model, store)
     data.trainer = quiet_trainer(tmp_path)

@@ -159,21 +159,18 @@ def test_after_sigkill_while_sampling(pair: Pair, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "options",
+    "strike",
     [
-        pytest.param(("--strike", "SIGTERM", "--rank", "1", "--checkpoint-every", "100"), id="sigterm-to-one"),
-        pytest.param(
-            ("--strike", "SIGTERM", "--parent", "--checkpoint-every", "100", "--num-workers", "1"),
-            id="sigterm-to-the-launcher",
-        ),
-        pytest.param(("--strike", "SIGKILL", "--rank", "1"), id="sigkill-of-one"),
+        "SIGTERM --rank 1 --checkpoint-every 100",
+        "SIGTERM --parent --checkpoint-every 100 --num-workers 1",  # to the launcher
+        "SIGKILL --rank 1",
     ],
 )
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
-def test_two_processes(pair: Pair, tmp_path: Path, strategy: str, options: tuple[str, ...]) -> None:
+def test_two_processes(pair: Pair, tmp_path: Path, strategy: str, strike: str) -> None:
     two, whole_of_two = pair(strategy)
+    options = ("--strike", *strike.split(), "--number", "5")
     two = replace(two, launcher="--parent" in options)
-    options = (*options, "--number", "5")
     status, said = two.start(tmp_path / "run", *options)
     assert status != 0, said
     stopped = "SIGTERM" in options
@@ -185,9 +182,7 @@ def test_two_processes(pair: Pair, tmp_path: Path, strategy: str, options: tuple
 
 
 @pytest.mark.slow
-def test_children_of_lightning_let_the_first_one_end(
-    pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_children_of_lightning_let_the_first_end(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every five seconds its launcher looks for children with a status, and kills the first process if there are."""
     two = replace(pair("ddp")[0], processes=1)  # without torchrun
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -199,17 +194,10 @@ def test_children_of_lightning_let_the_first_one_end(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param(("--strike", "SIGTERM", "--place", "setup", "--rank", "1"), id="sigterm-to-one"),
-        pytest.param(
-            ("--strike", "SIGKILL", "--place", "generation", "--number", "14", "--rank", "1"), id="sigkill-of-one"
-        ),
-    ],
-)
-def test_two_processes_stopped_while_sampling(pair: Pair, tmp_path: Path, options: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("strike", ["SIGTERM --place setup", "SIGKILL --place generation --number 14"])
+def test_two_processes_stopped_while_sampling(pair: Pair, tmp_path: Path, strike: str) -> None:
     two, whole_of_two = pair("ddp")
+    options = ("--strike", *strike.split(), "--rank", "1")
     own = replace(two, store=tmp_path / "store")
     status, said = own.start(tmp_path / "run", *options)
     assert status != 0, said

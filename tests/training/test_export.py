@@ -3,6 +3,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -31,17 +32,11 @@ def module(tiny_model: str) -> SelfCalibrationModule:
 
 @pytest.fixture
 def adapter(module: SelfCalibrationModule, tmp_path: Path) -> Path:
-    return write_export(
-        module,
-        tmp_path / "adapter",
-        store={"digests": {"0": "abc"}},
-        metrics={"val/x": 0.5, "val/undefined": float("nan")},
-    )
+    metrics = {"val/x": 0.5, "val/undefined": float("nan")}
+    return write_export(module, tmp_path / "adapter", store={"digests": {"0": "abc"}}, metrics=metrics)
 
 
-def test_a_model_card_with_a_chinese_query_is_written_in_any_locale(
-    adapter: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_card_with_a_chinese_query_is_written_in_any_locale(adapter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     manifest = read_manifest(adapter)
     prompt = {**manifest["prompt"], "query": "答案正确吗?"}
     monkeypatch.setattr("io.text_encoding", lambda encoding, *_: encoding or "latin-1")  # as where LANG is en_US
@@ -113,9 +108,7 @@ def test_fully_trained_model_is_exported_whole(tiny_model: str, tmp_path: Path) 
         torch.testing.assert_close(loaded(IDS).logits, expected, atol=1e-4, rtol=0)
 
 
-def test_a_checkpoint_is_exported_without_the_attention_and_in_the_type_that_training_had_not(
-    tiny_model: str, tmp_path: Path
-) -> None:
+def test_an_export_has_neither_the_attention_nor_the_type_of_its_training(tiny_model: str, tmp_path: Path) -> None:
     base = load_causal_lm(tiny_model, dtype="float16")
     base.save_pretrained(tmp_path / "half")
     AutoTokenizer.from_pretrained(tiny_model).save_pretrained(tmp_path / "half")
@@ -141,7 +134,9 @@ def test_another_base_model_is_refused(
     assert not (tmp_path / "merged").exists()
 
 
-def test_output_folder_that_holds_something_is_left_alone(adapter: Path, tmp_path: Path) -> None:
+def test_folders_that_hold_something_or_what_is_trained_are_kept(
+    adapter: Path, tmp_path: Path, module: SelfCalibrationModule, tiny_model: str
+) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "notes.txt").write_text("mine")
     with pytest.raises(ValueError, match="`output_dir` must be new or empty"):
@@ -149,11 +144,6 @@ def test_output_folder_that_holds_something_is_left_alone(adapter: Path, tmp_pat
     with pytest.raises(ValueError, match="which holds other files"):
         run_export(str(adapter), str(tmp_path / "full"), overwrite=True)
     assert (tmp_path / "full" / "notes.txt").read_text() == "mine"
-
-
-def test_what_was_trained_is_kept(
-    module: SelfCalibrationModule, adapter: Path, tmp_path: Path, tiny_model: str
-) -> None:
     other = write_export(module, tmp_path / "other")
     whole = write_export(shaken(tiny_model, lora=None), tmp_path / "whole")
     for target, what in {adapter: "an adapter", other: "an adapter", whole: "a trained model"}.items():
@@ -224,9 +214,6 @@ def test_a_full_disk_leaves_what_was_there(adapter: Path, tmp_path: Path, capsys
 def test_something_else_is_no_adapter(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"`adapter` to be a checkpoint file or a folder"):
         run_export(str(tmp_path), str(tmp_path / "merged"))
-
-
-def test_checkpoints_of_something_else_are_named(tmp_path: Path) -> None:
     lightning = {"pytorch-lightning_version": "2.6.6", "epoch": 0, "global_step": 1, "state_dict": {}}
     torch.save({"run": test_something_else_is_no_adapter}, tmp_path / "code.ckpt")
     torch.save({"hyper_parameters": {"lr": 0.1}, **lightning}, tmp_path / "other.ckpt")
@@ -347,52 +334,36 @@ def test_a_manifest_that_cannot_be_read_is_named(adapter: Path, tmp_path: Path, 
         run_export(str(adapter), str(tmp_path / "merged"))
 
 
-class FakeHub:
-    """Records what would be uploaded."""
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Mock:
+    """A hub that keeps the texts that were uploaded last, and the names of the other files."""
+    hub = Mock()
 
-    calls: list[tuple[str, dict[str, Any]]]
-    uploaded: dict[str, str]
-    token: str | None
+    def upload(*, folder_path: str, **_: Any) -> None:
+        files = Path(folder_path).iterdir()
+        hub.uploaded = {file.name: "" if file.suffix == ".safetensors" else file.read_text() for file in files}
 
-    def __init__(self, token: str | None = None) -> None:
-        FakeHub.token, FakeHub.calls = token, []
-
-    def create_repo(self, repo_id: str, *, private: bool, exist_ok: bool) -> None:
-        self.calls.append(("create", {"repo_id": repo_id, "private": private, "exist_ok": exist_ok}))
-
-    def upload_folder(self, *, repo_id: str, folder_path: str, commit_message: str) -> None:
-        files = sorted(path.name for path in Path(folder_path).iterdir())
-        texts = [path for path in Path(folder_path).iterdir() if path.suffix != ".safetensors"]
-        FakeHub.uploaded = {path.name: path.read_text() for path in texts}
-        self.calls.append(("upload", {"repo_id": repo_id, "files": files, "message": commit_message}))
+    hub.return_value.upload_folder.side_effect = upload
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    monkeypatch.setattr("huggingface_hub.HfApi", hub)
+    return hub
 
 
 def test_push_creates_a_private_repository_and_never_shows_the_token(
-    adapter: Path,
-    tmp_path: Path,
-    hub: type[FakeHub],
-    caplog: pytest.LogCaptureFixture,
-    capsys: pytest.CaptureFixture[str],
+    adapter: Path, tmp_path: Path, hub: Mock, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
     caplog.set_level("DEBUG")
     run_export(str(adapter), str(tmp_path / "merged"), push="me/calibrated")
-    assert hub.token == "hf_secret"  # noqa: S105
-    (create, upload) = hub.calls
-    assert create == ("create", {"repo_id": "me/calibrated", "private": True, "exist_ok": True})
-    assert {"config.json", "generation_config.json", "model.safetensors", MANIFEST} <= set(upload[1]["files"])
+    hub.assert_called_once_with(token="hf_secret")  # noqa: S106
+    hub.return_value.create_repo.assert_called_once_with("me/calibrated", private=True, exist_ok=True)
+    assert hub.return_value.upload_folder.call_args.kwargs["repo_id"] == "me/calibrated"
+    assert {"config.json", "generation_config.json", "model.safetensors", MANIFEST} <= hub.uploaded.keys()
     assert "hf_secret" not in caplog.text + "".join(capsys.readouterr())
     assert "hf_secret" not in json.dumps(read_manifest(tmp_path / "merged"))
 
 
-@pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> type[FakeHub]:
-    monkeypatch.setenv("HF_TOKEN", "hf_secret")
-    monkeypatch.setattr("huggingface_hub.HfApi", FakeHub)
-    return FakeHub
-
-
 def test_what_is_pushed_names_no_place_on_this_machine(
-    tiny_model: str, tmp_path: Path, hub: type[FakeHub], capsys: pytest.CaptureFixture[str]
+    tiny_model: str, tmp_path: Path, hub: Mock, capsys: pytest.CaptureFixture[str]
 ) -> None:
     base = plain_copy(tiny_model, tmp_path / "secret-base")
     facts = {"store": {"path": str(tmp_path / "secret-store"), "digests": {"0": "abc"}}}
@@ -413,7 +384,7 @@ def test_what_is_pushed_names_no_place_on_this_machine(
     assert "`--base_model OWNER/NAME`" in capsys.readouterr().err
 
 
-def test_a_base_model_of_the_hub_is_named(tiny_model: str, tmp_path: Path, hub: type[FakeHub]) -> None:
+def test_a_base_model_of_the_hub_is_named(tiny_model: str, tmp_path: Path, hub: Mock) -> None:
     snapshot = tmp_path / "models--org--m" / "snapshots" / ("0" * 40)
     snapshot.parent.mkdir(parents=True)
     base = plain_copy(tiny_model, snapshot)
@@ -425,16 +396,16 @@ def test_a_base_model_of_the_hub_is_named(tiny_model: str, tmp_path: Path, hub: 
 
 
 def test_a_configuration_that_names_a_place_is_pushed_without_it_and_with_its_own_hash(
-    adapter: Path, tmp_path: Path, hub: type[FakeHub], monkeypatch: pytest.MonkeyPatch
+    adapter: Path, tmp_path: Path, hub: Mock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from transformers import PreTrainedConfig
 
     as_before = PreTrainedConfig.to_json_string
-    monkeypatch.setattr(
-        PreTrainedConfig,
-        "to_json_string",
-        lambda *a, **k: json.dumps(json.loads(as_before(*a, **k)) | {"_name_or_path": "/disk/secret"}),
-    )
+
+    def naming_a_place(*given: Any, **options: Any) -> str:
+        return json.dumps(json.loads(as_before(*given, **options)) | {"_name_or_path": "/disk/secret"})
+
+    monkeypatch.setattr(PreTrainedConfig, "to_json_string", naming_a_place)
     written = Path(run_export(str(adapter), str(tmp_path / "merged"), push="me/calibrated"))
     assert "secret" in (written / "config.json").read_text()
     pushed = hub.uploaded["config.json"]

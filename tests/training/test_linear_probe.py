@@ -100,21 +100,13 @@ def test_lbfgs_finds_the_least_of_its_function(store: Path) -> None:
     assert module.probe.head.biases[0][0] == pytest.approx(best[0], abs=2e-3)
 
 
-# ---- the command line, checkpoints and resume
-
-
 def configuration(store: Path, folder: Path, *, stop_at: int | None = None) -> Path:
     """Write the settings of six epochs of three steps, a checkpoint after each step, and return the file."""
     export = {"output_dir": str(folder / "probe"), "monitor": "val/target/MSE"}
     data = ("selfcal_lightning.datamodules.probe.ProbeDataModule", {"store_dir": str(store), "batch_size": 16})
-    return write_configuration(
-        folder,
-        model=(MODULE, {"base_model": "bundled", **MLP}),
-        data=data,
-        callbacks={"selfcal_lightning.callbacks.adapter_export.AdapterExport": export},
-        stop_at=stop_at,
-        max_epochs=6,
-    )
+    callbacks = {"selfcal_lightning.callbacks.adapter_export.AdapterExport": export}
+    model = (MODULE, {"base_model": "bundled", **MLP})
+    return write_configuration(folder, model=model, data=data, callbacks=callbacks, stop_at=stop_at, max_epochs=6)
 
 
 @pytest.fixture(scope="module")
@@ -156,9 +148,7 @@ def test_a_broken_run_ends_where_the_unbroken_one_does(store: Path, whole: Path,
         ({"batch_size": 8}, {}, "another order of questions: `batch_size` was 16"),
     ],
 )
-def test_other_settings_do_not_go_on(
-    store: Path, whole: Path, data: dict[str, Any], model: dict[str, Any], words: str
-) -> None:
+def test_settings_must_agree(store: Path, whole: Path, data: dict[str, Any], model: dict[str, Any], words: str) -> None:
     last = str(whole / "checkpoints" / "last.ckpt")
     with pytest.raises(InputError, match=words):
         trained(store, {"batch_size": 16, **data}, epochs=7, ckpt_path=last, **{**MLP, **model})
@@ -192,9 +182,6 @@ def test_an_export_is_taken_up(whole: Path) -> None:
         other.configure_model()
 
 
-# ---- what cannot be
-
-
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
@@ -213,16 +200,13 @@ def test_runs_that_it_is_not_made_for(changed: dict[str, Any], words: str) -> No
         module.check_support(trainer)
 
 
-# ---- the rows
-
-
 def ready(store: Path | str, stage: str = "fit", **settings: Any) -> ProbeDataModule:
     data = ProbeDataModule("bundled", str(store), **settings)
     data.setup(stage)
     return data
 
 
-def test_features_are_standardised_by_the_training_questions(store: Path) -> None:
+def test_rows_are_standardised_by_those_that_train_and_the_others_validate(store: Path) -> None:
     data = ready(store, batch_size=None)
     (batch,) = data.train_dataloader()
     assert batch.features.shape == (36, 8)
@@ -231,9 +215,6 @@ def test_features_are_standardised_by_the_training_questions(store: Path) -> Non
     (held_out,) = data.val_dataloader()
     assert len(held_out.target) == 4
     assert ready(store, features="last_token").basis.centre.shape == (4,)
-
-
-def test_a_split_validates_or_a_share_is_set_aside(store: Path) -> None:
     named = ready(store, validation_split="calibration")
     assert [len(named._rows[role].entries) for role in ("train", "validation")] == [40, 24]
     aside = ready(store, validation_share=0.25)

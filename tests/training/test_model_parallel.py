@@ -23,14 +23,8 @@ SHALLOW = True
 def trajectory(tiny_model: str, name: str, world: int, settings: dict[str, Any], options: dict[str, Any]) -> Any:
     """Six optimiser steps of eight rows; the rows of a step are dealt to processes and micro-batches of two."""
     record, module = Record(), module_of(tiny_model, **settings)
-    trainer = quiet_trainer(
-        strategy=strategy_of(name),
-        devices=world,
-        accumulate_grad_batches=4 // world,
-        max_epochs=2,
-        callbacks=[record],
-        **options,
-    )
+    dealt = {"devices": world, "accumulate_grad_batches": 4 // world, "max_epochs": 2, **options}
+    trainer = quiet_trainer(strategy=strategy_of(name), callbacks=[record], **dealt)
     trainer.fit(module, datamodule=Planned(ChatFormat(load_tokenizer(tiny_model)), 2))
     assert trainer.global_step == 6
     cut = sum(isinstance(parameter, DTensor) for parameter in module.parameters())
@@ -75,10 +69,6 @@ def test_one_trajectory(tiny_model: str, tmp_path: Path, case: str) -> None:
         assert second[name]["state"] == {}, "only the first process keeps what is gathered"
 
 
-def in_groups(*arguments: Any) -> Any:
-    return trajectory(arguments[0], "groups", 4, *arguments[1:])
-
-
 def take_a_checkpoint(tiny_model: str) -> Any:
     """Return whether what is loaded in groups is what a checkpoint holds in full."""
     trainer = quiet_trainer(strategy=strategy_of("groups"), devices=4, max_epochs=1, limit_train_batches=1)
@@ -97,7 +87,7 @@ def test_groups_of_processes_that_share_the_weights_take_it_too(tiny_model: str,
     settings, options, tolerance = CASES[case]
     one = trajectory(tiny_model, "auto", 1, settings, options)
     start = start_of(tiny_model, **settings)
-    first, *others = run_processes(in_groups, tmp_path, tiny_model, settings, options, count=4)
+    first, *others = run_processes(trajectory, tmp_path, tiny_model, "groups", 4, settings, options, count=4)
     assert first["losses"] == pytest.approx(one["losses"], rel=tolerance)
     assert first["norms"] == pytest.approx(one["norms"], rel=10 * tolerance)
     assert part_of_the_way(first["state"], one["state"], start) < tolerance
@@ -116,9 +106,7 @@ def start_of(tiny_model: str, **settings: Any) -> State:
     return gather_trained(module)
 
 
-def part_of_the_way(
-    one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], start: dict[str, torch.Tensor]
-) -> Any:
+def part_of_the_way(one: State, other: State, start: State) -> Any:
     """Distance of ``one`` from ``other`` over the distance of ``other`` from where training began."""
     assert one.keys() == other.keys() == start.keys()
 
@@ -131,11 +119,8 @@ def part_of_the_way(
 
 def train_in_bfloat16(tiny_model: str) -> Any:
     results = {}
-    for precision, strategy in {
-        "bf16-true": AdapterModelParallelStrategy(),
-        "bf16-mixed": AdapterModelParallelStrategy(gather_bfloat16=True),
-    }.items():
-        for name, chosen in {"ddp": "ddp", "fsdp2": strategy}.items():
+    for precision, options in {"bf16-true": {}, "bf16-mixed": {"gather_bfloat16": True}}.items():
+        for name, chosen in {"ddp": "ddp", "fsdp2": AdapterModelParallelStrategy(**options)}.items():
             module = module_of(tiny_model)
             trainer = quiet_trainer(strategy=chosen, devices=2, precision=precision, max_epochs=1)
             trainer.fit(module, datamodule=Planned(ChatFormat(load_tokenizer(tiny_model)), 4))
@@ -161,10 +146,8 @@ def refuse(tiny_model: str) -> Any:
             trainer.fit(module_of(tiny_model), datamodule=Planned(ChatFormat(load_tokenizer(tiny_model)), 4))
         return str(caught.value)
 
-    return [
-        message(AdapterModelParallelStrategy(gather_bfloat16=True)),
-        message(AdapterModelParallelStrategy(data_parallel_size=4)),
-    ]
+    wrong = ({"gather_bfloat16": True}, {"data_parallel_size": 4})
+    return [message(AdapterModelParallelStrategy(**one)) for one in wrong]
 
 
 def test_wrong_settings_are_refused(tiny_model: str, tmp_path: Path) -> None:

@@ -43,12 +43,8 @@ class Run:
         self.world = world or WORLDS[name]
 
     def trainer(self, **settings: Any) -> Any:
-        return quiet_trainer(
-            self.folder,
-            strategy=strategy_of(self.name),
-            devices=self.world,
-            **{"accumulate_grad_batches": 2, "max_epochs": 2, "num_sanity_val_steps": 0, **settings},
-        )
+        changes = {"accumulate_grad_batches": 2, "max_epochs": 2, "num_sanity_val_steps": 0, **settings}
+        return quiet_trainer(self.folder, strategy=strategy_of(self.name), devices=self.world, **changes)
 
     def data(self, *, packing: str = "off", group_size: int = 1, **settings: Any) -> Any:
         # 22 tuples are dealt to three steps of 8 rows, which leaves places without rows; five questions are three for
@@ -72,9 +68,8 @@ class Run:
 
     def fit_packed(self) -> dict[str, Any]:
         record, module = Record(), module_of(self.pool.model)
-        self.trainer(callbacks=[record], limit_val_batches=0).fit(
-            module, datamodule=self.data(packing="shared_prefix", group_size=4)
-        )
+        data = self.data(packing="shared_prefix", group_size=4)
+        self.trainer(callbacks=[record], limit_val_batches=0).fit(module, datamodule=data)
         return {"losses": record.losses, "state": gather_trained(module)}
 
     def fit_activated(self) -> dict[str, Any]:
@@ -164,10 +159,8 @@ def test_fsdp2_goes_on_from_a_checkpoint(two: list[dict[str, Any]], source: str)
 
 @pytest.mark.usefixtures("two")
 def test_checkpoints_are_those_of_one_process(one: dict[str, Any], folder: Path) -> None:
-    kept = {
-        name: torch.load(folder / name / "step=4.ckpt", map_location="cpu", weights_only=True)
-        for name in ("auto", "ddp", "fsdp2")
-    }
+    names = ("auto", "ddp", "fsdp2")
+    kept = {name: torch.load(folder / name / "step=4.ckpt", weights_only=True) for name in names}
     assert set(kept["fsdp2"]["state_dict"]) == set(one["state"])
     sizes = {name: (folder / name / "step=4.ckpt").stat().st_size for name in kept}
     assert max(sizes.values()) < 1.3 * min(sizes.values()), "neither a part nor the base"
@@ -222,13 +215,8 @@ def predict(pool: Pool, store_dir: str, folder: Path, checkpoint: Path) -> bool:
 
 def _predict(run: Run, name: str, checkpoint: Path) -> None:
     trainer = run.trainer(callbacks=[ConfidenceWriter(f"by_{name}")])
-    trainer.predict(
-        module_of(run.pool.model),
-        datamodule=run.data(),
-        ckpt_path=checkpoint,
-        return_predictions=False,
-        weights_only=True,
-    )
+    module, data = module_of(run.pool.model), run.data()
+    trainer.predict(module, datamodule=data, ckpt_path=checkpoint, return_predictions=False, weights_only=True)
 
 
 @pytest.mark.usefixtures("two")
@@ -292,19 +280,13 @@ def test_the_command_line_trains_sharded_and_one_process_goes_on(tmp_path: Path)
     fit = ["-m", "selfcal_lightning", "fit", "--config"]
 
     def run(*arguments: str) -> str:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, *arguments]
-        done = subprocess.run(
-            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240, check=False
-        )
+        given = {"cwd": tmp_path, "env": {**os.environ, "OMP_NUM_THREADS": "1"}, "timeout": 240}
+        done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False, **given)
         assert done.returncode == 0, done.stderr[-4000:]
         return done.stderr
 
     said = run(*launcher, *fit, "two.yaml")
-    told = re.search(
-        r"FSDP2: each of 2 processes loads its rows; the first loaded ([\d.]+) MiB of ([\d.]+) MiB\.", said
-    )
-    assert told is not None
+    told = re.search(r"FSDP2: each of 2 processes loads its rows; the first loaded (.*) MiB of (.*) MiB\.", said)
     assert float(told[1]) == pytest.approx(float(told[2]) / 2, abs=0.1)
     assert (tmp_path / "runs/demo-joint/adapter/adapter_model.safetensors").is_file()
     first = load_file(tmp_path / "runs/demo-joint/adapter/adapter_model.safetensors")

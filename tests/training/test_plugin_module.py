@@ -38,19 +38,14 @@ def fit(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Fit:
     }  # fmt: skip
 
     def fit_in(name: str, *options: str, stop_at: int | None = None) -> tuple[int, Path]:
-        folder, callbacks = root / name, "selfcal_lightning.callbacks"
-        config = write_configuration(
-            folder,
-            model=(PROBE, {"base_model": tiny_model}),
-            data=(DATA_MODULE, rows),
-            callbacks={
-                f"{callbacks}.generation.SSCGeneration": {"sampling": {"max_new_tokens": 60}},
-                f"{callbacks}.calibration_curve.CalibrationCurve": {"save_images": False},
-                f"{callbacks}.adapter_export.AdapterExport": {"output_dir": str(folder / "probe")},
-            },
-            stop_at=stop_at,
-            max_epochs=2,
-        )
+        folder, model, ours = root / name, (PROBE, {"base_model": tiny_model}), "selfcal_lightning.callbacks"
+        callbacks = {
+            f"{ours}.generation.SSCGeneration": {"sampling": {"max_new_tokens": 60}},
+            f"{ours}.calibration_curve.CalibrationCurve": {"save_images": False},
+            f"{ours}.adapter_export.AdapterExport": {"output_dir": str(folder / "probe")},
+        }
+        given = {"callbacks": callbacks, "stop_at": stop_at, "max_epochs": 2}
+        config = write_configuration(folder, model=model, data=(DATA_MODULE, rows), **given)
         return run(["fit", "--config", str(config), *options]), folder
 
     return fit_in
@@ -79,9 +74,7 @@ def test_a_run_of_the_plug_in_ends_in_an_export(whole: Path, tiny_model: str) ->
     assert checkpoint[CLASS_KEY] == PROBE
 
 
-def test_a_broken_run_ends_where_an_unbroken_one_does(
-    fit: Fit, whole: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_broken_run_ends_as_an_unbroken_one(fit: Fit, whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status, folder = fit("broken", stop_at=3)
     assert status == 1
     assert "stopped at step 3" in capsys.readouterr().err
@@ -96,9 +89,7 @@ def test_a_broken_run_ends_where_an_unbroken_one_does(
     assert torch.equal(*moments)
 
 
-def test_what_differs_does_not_go_on(
-    fit: Fit, whole: Path, tiny_model: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_differs_cannot_go_on(fit: Fit, whole: Path, tiny_model: str, capsys: pytest.CaptureFixture[str]) -> None:
     last = str(whole / "checkpoints" / "last.ckpt")
     assert fit("other", "--ckpt_path", last, "--model.lr", "0.5")[0] == 1
     assert "`lr` was 0.05 and is 0.5" in capsys.readouterr().err
@@ -154,26 +145,18 @@ def test_the_plug_in_says_what_it_supports(tiny_model: str) -> None:
         probe.check_support(trainer_of("FSDP2"))
 
 
-# ---- the command line
-
-
 class Plain(SSCDataModule):
-    """Takes nothing over."""
-
     linked_arguments = ()
 
 
 LINKED = ("base_model", "revision", "query", "prompt", "p_true")
 
 
-def test_classes_say_which_arguments_they_share() -> None:
+def test_classes_say_which_arguments_they_share_and_have_a_help_of_their_own() -> None:
     assert links_of(["--trainer.max_epochs", "1"]) == LINKED
     assert links_of(["--model", PROBE]) == ("base_model", "revision", "query"), "the probe has no others"
     assert links_of([f"--data.class_path={__name__}.Plain"]) == ()
     assert links_of(["--model", MODULE, "--data", DATA_MODULE]) == LINKED
     assert links_of(["--model", "no.such.Class"]) == LINKED, "the parser judges"
-
-
-def test_the_help_of_a_class_is_that_of_the_one_named() -> None:
     assert complete_arguments(["--model", PROBE, "--model.help"])[-1] == PROBE
     assert complete_arguments(["--model.help"])[-1] == MODULE

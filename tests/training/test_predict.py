@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from support.command_lines import instantiated
 from support.probe_plugin import write_configuration
 from support.ssc_pools import Pool
 from support.training_runs import data_module, generation, module_of, trainer_with
@@ -21,6 +22,7 @@ from selfcal_lightning.training.self_calibration import SelfCalibrationModule
 
 DEMO = Path(__file__).resolve().parents[2] / "configs" / "demo.yaml"
 NAME = "p_true_calibrated"
+Given = dict[str, Any] | None
 
 
 @pytest.fixture(scope="module")
@@ -35,21 +37,13 @@ def store(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def predict(
-    tiny_model: str,
-    store: Path,
-    checkpoint: str | None,
-    *,
-    writer: dict[str, Any] | None = None,
-    data: dict[str, Any] | None = None,
-    **trainer: Any,
+    tiny_model: str, store: Path, checkpoint: str | None, *, writer: Given = None, data: Given = None, **trainer: Any
 ) -> SelfCalibrationModule:
     module = module_of(tiny_model)
-    trainer_with(generation(), ConfidenceWriter(**(writer or {})), **trainer).predict(
-        module,
-        datamodule=data_module(tiny_model, store, **(data or {})),
-        ckpt_path=None if checkpoint is None else store.with_name(f"{checkpoint}.ckpt"),
-        return_predictions=False,
-    )
+    path = None if checkpoint is None else store.with_name(f"{checkpoint}.ckpt")
+    rows = data_module(tiny_model, store, **(data or {}))
+    trainer = trainer_with(generation(), ConfidenceWriter(**(writer or {})), **trainer)
+    trainer.predict(module, datamodule=rows, ckpt_path=path, return_predictions=False)
     return module
 
 
@@ -135,10 +129,9 @@ def test_trained_in_memory_or_not_at_all(tiny_model: str, store: Path) -> None:
 
 
 def test_mistakes_are_named(tiny_model: str, store: Path) -> None:
+    trainer = trainer_with(ConfidenceWriter("twice"), ConfidenceWriter("twice"))
     with pytest.raises(ValueError, match="2 ConfidenceWriters have the name 'twice'"):
-        trainer_with(ConfidenceWriter("twice"), ConfidenceWriter("twice")).predict(
-            module_of(tiny_model), datamodule=data_module(tiny_model, store)
-        )
+        trainer.predict(module_of(tiny_model), datamodule=data_module(tiny_model, store))
     with pytest.raises(ValueError, match=r"no samples of round 0 for the split 'test'\. Name `test` sources"):
         trainer_with(generation()).test(module_of(tiny_model), datamodule=data_module(tiny_model, store))
 
@@ -146,9 +139,7 @@ def test_mistakes_are_named(tiny_model: str, store: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "named"), [({"use_dora": True}, "magnitude"), ({"use_rslora": True}, "`use_rslora`")], ids=str
 )
-def test_an_adapter_of_another_kind_is_refused(
-    tiny_model: str, tmp_path: Path, changes: dict[str, bool], named: str
-) -> None:
+def test_another_kind_of_adapter_fails(tiny_model: str, tmp_path: Path, changes: dict[str, bool], named: str) -> None:
     base = AutoModelForCausalLM.from_pretrained(tiny_model)
     lora = LoraConfig(r=4, lora_alpha=16, target_modules=list(LoraSettings().target_modules), **changes)
     get_peft_model(base, lora).save_pretrained(tmp_path)
@@ -162,12 +153,9 @@ def test_an_adapter_of_another_kind_is_refused(
 def test_only_the_predict_verb_brings_the_writer(
     tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str]
 ) -> None:
-    from selfcal_lightning.commands.lightning_cli import SelfCalibrationCLI
-
-    monkeypatch.setattr(SelfCalibrationCLI, "_run_subcommand", lambda *_: None)
-
     def writers(verb: str, *more: str) -> list[str]:
-        cli = SelfCalibrationCLI([verb, "--config", str(DEMO), "--model.init_args.base_model", tiny_model, *more])
+        words = [verb, "--config", str(DEMO), "--model.init_args.base_model", tiny_model, *more]
+        cli = instantiated(words, monkeypatch)
         return [callback.name for callback in cli.trainer.callbacks if isinstance(callback, ConfidenceWriter)]
 
     assert writers("predict", *options) == [options[-1] if options else NAME]
@@ -178,14 +166,10 @@ def test_only_the_predict_verb_brings_the_writer(
 def test_selfcal_predict(tiny_model: str, store: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     name = "by_the_verb"
     source = {"task": "word_problems", "split": "validation", "limit": 3}
-    config = write_configuration(
-        tmp_path,
-        model=(MODULE, {"base_model": tiny_model, "lora": {"r": 4, "activated": False}}),
-        data=(DATA_MODULE, {"store_dir": str(store), "num_samples": 4, "max_length": 400, "validation": [source]}),
-        callbacks={"selfcal_lightning.callbacks.generation.SSCGeneration": {"sampling": {"max_new_tokens": 60}}},
-        stop_at=None,
-        max_epochs=1,
-    )
+    model = (MODULE, {"base_model": tiny_model, "lora": {"r": 4, "activated": False}})
+    data = (DATA_MODULE, {"store_dir": str(store), "num_samples": 4, "max_length": 400, "validation": [source]})
+    callbacks = {"selfcal_lightning.callbacks.generation.SSCGeneration": {"sampling": {"max_new_tokens": 60}}}
+    config = write_configuration(tmp_path, model=model, data=data, callbacks=callbacks, stop_at=None, max_epochs=1)
     arguments = ["predict", "--config", str(config), "--confidence_writer.name", name]
     one, two = (["--ckpt_path", str(store.with_name(f"{name}.ckpt"))] for name in ("one", "two"))
     assert run([*arguments, *one]) == 0

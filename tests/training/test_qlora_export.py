@@ -25,8 +25,6 @@ IDS = torch.arange(10, 34).view(2, 12)
 
 
 class Run(NamedTuple):
-    """What a finished run left behind."""
-
     adapter: Path
     checkpoint: Path
     module: SelfCalibrationModule
@@ -128,9 +126,8 @@ def test_plain_peft_on_a_4_bit_base_states_the_same_confidences(activated_run: R
     found = reference_p_true(peft, batch, activated_run.module.chat)
     torch.testing.assert_close(found, wanted, atol=1e-5, rtol=0)
     with peft.disable_adapter():
-        assert (reference_p_true(peft, batch, activated_run.module.chat) - wanted).abs().max() > 0.02, (
-            "something was learned"
-        )
+        asleep = reference_p_true(peft, batch, activated_run.module.chat)
+        assert (asleep - wanted).abs().max() > 0.02, "something was learned"
 
 
 @torch.no_grad()

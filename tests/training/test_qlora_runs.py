@@ -5,16 +5,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from support.module_batches import (
-    MIXED,
-    NO_DROPOUT,
-    Planned,
-    batch_of,
-    largest_difference,
-    qlora,
-    quiet_trainer,
-    trained_state,
-)
+from support import module_batches
 from support.parallel_runs import Record
 from support.processes import run_processes
 from torch.utils.data import DataLoader
@@ -23,52 +14,48 @@ from selfcal_lightning.models.chat_format import ChatFormat
 from selfcal_lightning.models.quantization import build_optimizer, quantized_layers
 from selfcal_lightning.training.self_calibration import SelfCalibrationModule
 
-pytest.importorskip("bitsandbytes", reason="needs the extra qlora")
+pytest.importorskip("bitsandbytes", reason="needs the extra module_batches.qlora")
 pytestmark = pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU")
-WIDE = replace(NO_DROPOUT, r=32, alpha=16)  # tensors of 4,096 elements (q_proj, A of v_proj) and of 2,048 (B of v_proj)
+WIDE = replace(
+    module_batches.NO_DROPOUT, r=32, alpha=16
+)  # tensors of 4,096 elements (q_proj, A of v_proj) and of 2,048 (B of v_proj)
 SHALLOW = True
-
-
-# ---- trajectories
 
 
 def test_checkpointed_activations_change_nothing(tiny_model: str, chat: ChatFormat) -> None:
     states = []
     for gradient_checkpointing in (False, True):
-        module = qlora(tiny_model, gradient_checkpointing=gradient_checkpointing)
-        batch = batch_of(MIXED[:8], chat)
-        quiet_trainer(max_epochs=3).fit(module, DataLoader([batch], batch_size=None))
-        states.append(trained_state(module))
-    assert largest_difference(*states) < 1e-6
+        module = module_batches.qlora(tiny_model, gradient_checkpointing=gradient_checkpointing)
+        batch = module_batches.batch_of(module_batches.MIXED[:8], chat)
+        module_batches.quiet_trainer(max_epochs=3).fit(module, DataLoader([batch], batch_size=None))
+        states.append(module_batches.trained_state(module))
+    assert module_batches.largest_difference(*states) < 1e-6
     assert max(value.abs().max() for name, value in states[0].items() if "lora_B" in name) > 1e-2
 
 
 def trained_by(world: int, tiny_model: str, chat: ChatFormat, optimizer: str) -> dict[str, torch.Tensor]:
-    module = qlora(tiny_model, lora=WIDE, lr=1e-3, optimizer=optimizer)
-    quiet_trainer(devices=world).fit(module, datamodule=Planned(chat, 8 // world))
-    return trained_state(module)
+    module = module_batches.qlora(tiny_model, lora=WIDE, lr=1e-3, optimizer=optimizer)
+    module_batches.quiet_trainer(devices=world).fit(module, datamodule=module_batches.Planned(chat, 8 // world))
+    return module_batches.trained_state(module)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adamw_8bit"])
 def test_two_processes_take_the_steps_of_one(tiny_model: str, chat: ChatFormat, tmp_path: Path, optimizer: str) -> None:
     one = trained_by(1, tiny_model, chat, optimizer)
     first, second = run_processes(trained_by, tmp_path, 2, tiny_model, chat, optimizer)
-    assert largest_difference(first, second) == 0.0
+    assert module_batches.largest_difference(first, second) == 0.0
     # In 8 bits, gradients that differ in the last bit of float32 may be rounded to neighbours.
-    assert largest_difference(one, first) < (1e-5 if optimizer == "adamw" else 2e-4)
+    assert module_batches.largest_difference(one, first) < (1e-5 if optimizer == "adamw" else 2e-4)
     assert max(value.abs().max() for name, value in one.items() if "lora_B" in name) > 2e-3
-
-
-# ---- the optimisers
 
 
 def steps(tiny_model: str, chat: ChatFormat, **settings: Any) -> tuple[list[float], dict[str, torch.Tensor], Any]:
     """Train on one batch; return the losses, the adapter and the optimiser."""
     record = Record()
-    module = qlora(tiny_model, lora=WIDE, **settings)
-    trainer = quiet_trainer(callbacks=[record], max_epochs=8)
-    trainer.fit(module, DataLoader([batch_of(MIXED[:8], chat)], batch_size=None))
-    return record.losses, trained_state(module), trainer.optimizers[0]
+    module = module_batches.qlora(tiny_model, lora=WIDE, **settings)
+    trainer = module_batches.quiet_trainer(callbacks=[record], max_epochs=8)
+    trainer.fit(module, DataLoader([module_batches.batch_of(module_batches.MIXED[:8], chat)], batch_size=None))
+    return record.losses, module_batches.trained_state(module), trainer.optimizers[0]
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +72,7 @@ def test_optimisers_lower_the_loss(tiny_model: str, chat: ChatFormat, plain_step
     moments = {value.numel(): optimizer.state[value]["state1"].dtype for value in optimizer.param_groups[0]["params"]}
     if name == "paged_adamw":  # the same arithmetic as torch's
         assert moments == {4096: torch.float32, 2048: torch.float32}
-        assert largest_difference(state, plain_state) < 1e-4
+        assert module_batches.largest_difference(state, plain_state) < 1e-4
     else:
         assert moments == {4096: torch.uint8, 2048: torch.float32}
         assert losses[-1] == pytest.approx(plain_losses[-1], rel=0.2)
@@ -99,18 +86,15 @@ def test_weight_decay_and_learning_rate_reach_the_optimiser() -> None:
         torch.testing.assert_close(weight.data, torch.full((4096,), 2.0 * (1 - 0.5 * 0.1)))
 
 
-# ---- checkpoints
-
-
 @pytest.fixture(scope="module")
 def checkpoints(tiny_model: str, chat: ChatFormat, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     """Two epochs with dropout; the checkpoint of each epoch's end, and the module."""
     folder = tmp_path_factory.mktemp("qlora")
     torch.manual_seed(1)
-    module = qlora(tiny_model, lora=replace(WIDE, dropout=0.2), optimizer="paged_adamw_8bit")
+    module = module_batches.qlora(tiny_model, lora=replace(WIDE, dropout=0.2), optimizer="paged_adamw_8bit")
     keep = ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1, save_on_train_epoch_end=True)
-    trainer = quiet_trainer(max_epochs=2, callbacks=[keep], enable_checkpointing=True)
-    trainer.fit(module, datamodule=Planned(chat, 8))
+    trainer = module_batches.quiet_trainer(max_epochs=2, callbacks=[keep], enable_checkpointing=True)
+    trainer.fit(module, datamodule=module_batches.Planned(chat, 8))
     return folder, module
 
 
@@ -124,7 +108,10 @@ def test_checkpoint_holds_the_adapter_and_8_bit_moments(checkpoints: tuple[Path,
     assert 6 * elements < path.stat().st_size < 8 * elements
     loaded = SelfCalibrationModule.load_from_checkpoint(path)
     assert len(quantized_layers(loaded)) == 7 * loaded.model.config.num_hidden_layers
-    assert largest_difference(trained_state(loaded), trained_state(module)) == 0.0
+    assert (
+        module_batches.largest_difference(module_batches.trained_state(loaded), module_batches.trained_state(module))
+        == 0.0
+    )
 
 
 def _tensors(value: Any, place: str = "") -> dict[str, torch.Tensor]:
@@ -134,19 +121,17 @@ def _tensors(value: Any, place: str = "") -> dict[str, torch.Tensor]:
     return {name: found for key, inner in items for name, found in _tensors(inner, f"{place}/{key}").items()}
 
 
-def test_a_resumed_run_is_the_unbroken_one_bit_for_bit(
+def test_a_run_resumes_exactly(
     checkpoints: tuple[Path, Any], tiny_model: str, chat: ChatFormat, tmp_path: Path
 ) -> None:
     folder, _ = checkpoints
     torch.manual_seed(2)
-    module = qlora(tiny_model, lora=replace(WIDE, dropout=0.2), optimizer="paged_adamw_8bit")
-    trainer = quiet_trainer(max_epochs=2)
-    trainer.fit(module, datamodule=Planned(chat, 8), ckpt_path=folder / "epoch=0.ckpt")
+    module = module_batches.qlora(tiny_model, lora=replace(WIDE, dropout=0.2), optimizer="paged_adamw_8bit")
+    trainer = module_batches.quiet_trainer(max_epochs=2)
+    trainer.fit(module, datamodule=module_batches.Planned(chat, 8), ckpt_path=folder / "epoch=0.ckpt")
     trainer.save_checkpoint(tmp_path / "resumed.ckpt")
-    resumed, whole, half = (
-        torch.load(path, weights_only=True)
-        for path in (tmp_path / "resumed.ckpt", folder / "epoch=1.ckpt", folder / "epoch=0.ckpt")
-    )
+    paths = (tmp_path / "resumed.ckpt", folder / "epoch=1.ckpt", folder / "epoch=0.ckpt")
+    resumed, whole, half = (torch.load(path, weights_only=True) for path in paths)
     assert (resumed["global_step"], half["global_step"]) == (6, 3)
     for part in ("state_dict", "optimizer_states"):
         here, there, before = (_tensors(checkpoint[part]) for checkpoint in (resumed, whole, half))

@@ -5,11 +5,13 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import SingleDeviceStrategy
+from support import parallel_runs
 from support.module_batches import (
     MIXED,
     NO_DROPOUT,
@@ -30,9 +32,6 @@ from selfcal_lightning.models.lora import LoraSettings
 from selfcal_lightning.training.self_calibration import BAR, SelfCalibrationModule
 
 SHALLOW = True
-
-
-# ---- the loss
 
 
 def _reference_by_hand_losses(
@@ -77,18 +76,12 @@ def test_loss_written_out_by_hand(tiny_model: str, chat: ChatFormat, settings: d
     module.configure_model()
     loss = settings.get("loss", "smooth_l1")
     calibration, generation, confidences = _reference_by_hand_losses(module, rows, chat, loss=loss, raw=raw)
-    recorded = []
-
-    class Record(Callback):
-        def on_train_batch_end(self, trainer: Trainer, module: LightningModule, outputs: Any, *_: Any) -> None:
-            recorded.append(outputs["loss"].item())
-
     totals = (7.0, 5.0)  # as if more rows of the step lay elsewhere
     batch = batch_of(rows, chat, totals=totals, padding=3)
-    trainer = quiet_trainer(callbacks=[Record()])
     torch.testing.assert_close(module.confidence(batch).p_true.tolist(), confidences, atol=1e-5, rtol=0)
-    trainer.fit(module, DataLoader([batch], batch_size=None))
-    assert recorded == [pytest.approx(calibration / 7.0 + omega * generation / 5.0, abs=1e-5)]
+    record = parallel_runs.Record()
+    quiet_trainer(callbacks=[record]).fit(module, DataLoader([batch], batch_size=None))
+    assert record.losses == [pytest.approx(calibration / 7.0 + omega * generation / 5.0, abs=1e-5)]
 
 
 def test_a_step_without_rows_of_a_kind_is_finite(tiny_model: str, chat: ChatFormat) -> None:
@@ -114,9 +107,6 @@ def test_output_layer_sees_only_what_a_loss_needs(tiny_model: str, chat: ChatFor
     quiet_trainer().fit(module, DataLoader([batch], batch_size=None))
     module.confidence(batch)
     assert seen == ([0, 0] if lora else [len(batch.label_id) + 8, 8])
-
-
-# ---- precision, memory, modes
 
 
 @pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed"])
@@ -168,21 +158,13 @@ def test_auto_dtype_follows_the_device_that_the_trainer_will_use(
     tiny_model: str, monkeypatch: pytest.MonkeyPatch, device: str, lora: Any, dtype: str
 ) -> None:
     """The hook runs before the module is moved, so that the module's own device says nothing."""
-    asked: list[str] = []
-
-    def stop(*_: Any, dtype: str, **__: Any) -> None:
-        asked.append(dtype)
-        raise InterruptedError
-
-    monkeypatch.setattr("selfcal_lightning.training.calibrated_model.load_causal_lm", stop)
+    load = Mock(side_effect=InterruptedError)
+    monkeypatch.setattr("selfcal_lightning.training.calibrated_model.load_causal_lm", load)
     module = module_of(tiny_model, lora=lora, torch_dtype="auto")
     module._trainer = SimpleNamespace(strategy=SingleDeviceStrategy(torch.device(device)), precision="32-true")
     with pytest.raises(InterruptedError):
         module.configure_model()
-    assert asked == [dtype]
-
-
-# ---- what is logged
+    assert load.call_args.kwargs["dtype"] == dtype
 
 
 @pytest.mark.parametrize(("spreads", "warned"), [([0.001] * 5, True), ([0.001] * 4 + [0.2], False), ([0.0] * 4, False)])
@@ -272,7 +254,7 @@ def test_accumulation_does_not_change_the_trajectory(tiny_model: str, chat: Chat
     assert all(largest_difference(state, states[8]) < 1e-5 for state in states.values())
 
 
-def test_learning_rate_is_a_cosine_over_optimiser_steps(tiny_model: str, chat: ChatFormat) -> None:
+def test_learning_rate_is_a_cosine_over_optimiser_steps_which_must_end(tiny_model: str, chat: ChatFormat) -> None:
     rates: list[float] = []
 
     class Record(Callback):
@@ -283,16 +265,12 @@ def test_learning_rate_is_a_cosine_over_optimiser_steps(tiny_model: str, chat: C
     trainer.fit(module_of(tiny_model, lr=1.0, warmup_steps=1), datamodule=Planned(chat, 2))
     expected = [0.5, *(0.5 * (1 + math.cos(math.pi * step / 5)) for step in range(5))]
     assert rates == pytest.approx(expected)
-
-
-def test_endless_training_is_refused(tiny_model: str, chat: ChatFormat) -> None:
     with pytest.raises(ValueError, match=r"`trainer.max_epochs` or `trainer.max_steps`"):
         quiet_trainer(max_epochs=-1).fit(module_of(tiny_model), datamodule=Planned(chat, 8))
 
 
 @pytest.fixture(scope="module")
 def kept(tiny_model: str, chat: ChatFormat, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
-    """A checkpoint of a step, and its module."""
     module, trainer = module_of(tiny_model), quiet_trainer()
     trainer.fit(module, DataLoader([batch_of(MIXED[:8], chat)], batch_size=None))
     path = tmp_path_factory.mktemp("kept") / "last.ckpt"
@@ -342,9 +320,7 @@ def test_training_does_not_go_on_with_other_settings(
         quiet_trainer().validate(module_of(tiny_model, **settings), rows, ckpt_path=kept[0])
 
 
-def test_training_goes_on_elsewhere_with_layers_recomputed(
-    tiny_model: str, chat: ChatFormat, kept: tuple[Path, Any], tmp_path: Path
-) -> None:
+def test_training_goes_on_elsewhere(tiny_model: str, chat: ChatFormat, kept: tuple[Path, Any], tmp_path: Path) -> None:
     moved = plain_copy(tiny_model, tmp_path / "moved")
     module = module_of(moved, gradient_checkpointing=True, attn_implementation="eager")
     trainer = quiet_trainer(max_epochs=2)

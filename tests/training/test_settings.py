@@ -110,6 +110,13 @@ SETTINGS: dict[type, list[tuple[dict[str, Any], str]]] = {
         ({"timeout_minutes": 0.0}, r"`timeout_minutes` .* got 0\.0"),
         ({"data_parallel_size": 0}, "`data_parallel_size` to be at least 1, but got 0"),
     ],
+    LoraSettings: [
+        ({"r": 0}, "`r`"),
+        ({"alpha": 0}, "`alpha`"),
+        ({"dropout": 1.0}, "`dropout`"),
+        ({"target_modules": ()}, "`target_modules`"),
+        ({"target_modules": "q_proj"}, "`target_modules`"),
+    ],
     EngineSettings: [({"name": "llama.cpp"}, "`engine`")],
     SamplingSettings: [({"temperature": 3.0}, "`temperature`")],
     SSCGeneration: [({"gpu_memory_utilization": 0.5}, "`gpu_memory_utilization`")],

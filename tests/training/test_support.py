@@ -22,13 +22,17 @@ from selfcal_lightning.training.settings import MemorySettings
 from selfcal_lightning.training.support import REASONS, SUPPORT, WAYS, check_support, support_table, way_of
 
 
-def test_the_table_is_whole() -> None:
+def test_the_table_is_whole_and_the_guide_imports_what_it_names() -> None:
     refused = {(feature, way) for feature, row in SUPPORT.items() for way in WAYS if row[way] == "no"}
     assert refused == set(REASONS)
     lines = support_table().splitlines()
     assert len(lines) == 2 + len(SUPPORT)
     assert "| QLoRA (nf4) | yes | yes | no |" in lines
     assert all(line.count("|") == 2 + len(WAYS) for line in lines)
+    guide = (ROOT / "docs" / "development" / "adding_a_module.md").read_text()
+    named = re.findall(r"^- `(\w+)`", guide, re.MULTILINE)
+    assert named == ["TrainedModule", "ScoringModule", "ConfidenceModel"]
+    assert all(isinstance(getattr(training, name), type) for name in [*named, "ScoredRows"])
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -62,13 +66,6 @@ def test_float16_weights_need_a_gradient_scaler(tiny_model: str, tmp_path: Path,
             module.check_support(trainer)
         trainer.precision = "16-mixed"
     module.check_support(trainer)
-
-
-def test_the_guide_imports_what_it_names() -> None:
-    guide = (ROOT / "docs" / "development" / "adding_a_module.md").read_text()
-    named = re.findall(r"^- `(\w+)`", guide, re.MULTILINE)
-    assert named == ["TrainedModule", "ScoringModule", "ConfidenceModel"]
-    assert all(isinstance(getattr(training, name), type) for name in [*named, "ScoredRows"])
 
 
 Untried = type("Untried", (strategies.Strategy,), dict.fromkeys(strategies.Strategy.__abstractmethods__))

@@ -1,6 +1,5 @@
 """An activated adapter trains as PEFT's own aLoRA does on whole sequences: P(True), loss, gradients, adapters."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -10,10 +9,11 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from support import module_batches
+from support.house import FillStore
 from support.packed_rows import FAMILIES, PROJECTIONS, collated, ignore_positions, shake, small_model, stored_rows
 from support.peft_alora import reference_loss, reference_p_true, reference_peft_model
 from support.processes import run_processes
-from support.training_runs import data_module
+from support.training_runs import data_module, trainer_with
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from selfcal_lightning.models.activated import Contexts, adapter_asleep, ask, check_two_passes, read_contexts
@@ -98,9 +98,7 @@ def test_a_sliding_window_is_kept_over_the_cache(chat: ChatFormat, tmp_path: Pat
 
 
 @pytest.mark.parametrize("layout", ["packed", "padded"])
-def test_a_response_without_a_token_is_asked_about(
-    layout: str, chat: ChatFormat, tmp_path: Path, tiny_model: str
-) -> None:
+def test_an_empty_response_is_asked_about(layout: str, chat: ChatFormat, tmp_path: Path, tiny_model: str) -> None:
     module = activated_module(tmp_path, "qwen2", chat, tiny_model)
     reference = reference_peft_model(tmp_path, module.lora, module.model, chat)
     rows = stored_rows(chat)
@@ -168,12 +166,7 @@ def test_falling_asleep_leaves_what_is_trained(tiny_model: str) -> None:
     assert torch.equal(model.unload()(ids).logits, asleep)
 
 
-# ---- as a run
-
-
-def test_plain_settings_calibrate_and_leave_the_generator_alone(
-    tiny_model: str, fill_store: Callable[[Path], Path], tmp_path: Path
-) -> None:
+def test_plain_settings_leave_the_generator_alone(tiny_model: str, fill_store: FillStore, tmp_path: Path) -> None:
     """Nothing but a model and a store is named; the generator is what it was, to the last bit."""
     store = fill_store(tmp_path / "store")
     module = SelfCalibrationModule(tiny_model, lr=1e-2)
@@ -201,9 +194,7 @@ def trained_by(world: int, tiny_model: str, chat: ChatFormat, micro_batch: int) 
     return module_batches.trained_state(module)
 
 
-def test_micro_batches_and_processes_do_not_change_the_trajectory(
-    tiny_model: str, chat: ChatFormat, tmp_path: Path
-) -> None:
+def test_micro_batches_and_processes_keep_the_trajectory(tiny_model: str, chat: ChatFormat, tmp_path: Path) -> None:
     whole, parts = (trained_by(1, tiny_model, chat, micro_batch) for micro_batch in (8, 2))
     assert max(value.abs().max() for name, value in whole.items() if "lora_B" in name) > 1e-3
     for state in (parts, *run_processes(trained_by, tmp_path, 2, tiny_model, chat, 4)):
@@ -214,15 +205,13 @@ def test_micro_batches_and_processes_do_not_change_the_trajectory(
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
 @pytest.mark.parametrize("packing", ["shared_prefix", "off"])
 def test_half_precision_follows_float32(
-    precision: str, packing: str, bundled_model: str, fill_store: Callable[[Path], Path], tmp_path: Path
+    precision: str, packing: str, bundled_model: str, fill_store: FillStore, tmp_path: Path
 ) -> None:
     store = fill_store(tmp_path / "store")
     states, losses = {}, {}
     for name in ("32-true", precision):
         module = module_batches.module_of(bundled_model, lora=replace(ACTIVATED, r=16), lr=1e-2, seed=3)
-        trainer = module_batches.quiet_trainer(
-            limit_val_batches=1, precision=name, log_every_n_steps=1, num_sanity_val_steps=0
-        )
+        trainer = trainer_with(limit_val_batches=1, precision=name, log_every_n_steps=1)
         trainer.fit(module, datamodule=data_module(bundled_model, store, packing=packing, total_tuples=None))
         states[name] = {key: value.detach().float() for key, value in module.named_parameters() if "lora_B" in key}
         losses[name] = trainer.callback_metrics["train/loss/Total"].item()
@@ -250,9 +239,6 @@ def test_quantised_base(tiny_model: str, chat: ChatFormat) -> None:
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < 0.7 * losses[0]
-
-
-# ---- what is refused
 
 
 @pytest.mark.parametrize(

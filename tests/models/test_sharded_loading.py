@@ -12,6 +12,7 @@ from support.packed_rows import SIZES
 from support.processes import run_processes
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from selfcal_lightning.models.causal_lm import WeightFiles, load_causal_lm
 from selfcal_lightning.models.lora import LoraSettings, attach_lora
@@ -96,8 +97,6 @@ FAMILIES = {
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_other_families(tmp_path: Path, family: str) -> None:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     torch.manual_seed(0)
     config = AutoConfig.for_model(family, vocab_size=120, max_position_embeddings=64, **SIZES, **FAMILIES[family])
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")

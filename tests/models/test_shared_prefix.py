@@ -1,7 +1,6 @@
 """Packed rows give what sequences of their own give: logits, losses, gradients, and the adapter after training."""
 
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,34 +10,20 @@ import pytest
 import torch
 from support import packed_rows
 from support.dispatch_modes import PeakBytes
+from support.house import FillStore
 from support.module_batches import NO_DROPOUT, largest_difference, quiet_trainer, trained_state
 from support.ssc_pools import Pool
 from support.ssc_pools import fit as fit_recorder
 from support.training_runs import data_module
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.llama.modeling_llama import LlamaAttention
 
-from selfcal_lightning.datamodules import SSCDataModule
 from selfcal_lightning.models import packing
 from selfcal_lightning.models.chat_format import ChatFormat
-from selfcal_lightning.models.packing import (
-    FLEX,
-    SEGMENTS,
-    PackingError,
-    PrefixTree,
-    TreeMasks,
-    check_packed_equals_separate,
-    check_shared_prefix,
-    packed_inputs,
-    prefer_segments,
-    runs_packed_rows,
-    segment_attention,
-    shared_prefix_problem,
-    tree_block_mask,
-)
 from selfcal_lightning.training.self_calibration import SelfCalibrationModule
 
 SHALLOW = True
-TREES = [PrefixTree(0, 5, (3, 7, 1)), PrefixTree(16, 4, (6,)), PrefixTree(26, 2, (4, 4))]
+TREES = [packing.PrefixTree(0, 5, (3, 7, 1)), packing.PrefixTree(16, 4, (6,)), packing.PrefixTree(26, 2, (4, 4))]
 WIDTH = 40  # four tokens of padding
 SMALL = {"vocab_size": 90, **packed_rows.SIZES}
 
@@ -60,8 +45,8 @@ def ids() -> torch.Tensor:
     return torch.randint(3, 90, (WIDTH,), generator=torch.Generator().manual_seed(0))
 
 
-def packed_logits(model: torch.nn.Module, ids: torch.Tensor, attention: str = SEGMENTS) -> torch.Tensor:
-    return model(**packed_inputs(TREES, ids[None], attention), use_cache=False).logits[0, :36]
+def packed_logits(model: torch.nn.Module, ids: torch.Tensor, attention: str = packing.SEGMENTS) -> torch.Tensor:
+    return model(**packing.packed_inputs(TREES, ids[None], attention), use_cache=False).logits[0, :36]
 
 
 @pytest.mark.parametrize("family", packed_rows.FAMILIES)
@@ -80,9 +65,9 @@ def test_windows_and_caps_are_those_of_eager_attention(family: str, ids: torch.T
     found, unpacked = packed_logits(model, ids), separate_logits(model, ids)
     model.set_attn_implementation("eager")
     wanted = separate_logits(model, ids)
-    model.set_attn_implementation(FLEX)
-    with pytest.raises(PackingError, match="FlexAttention, but got a sliding window"):
-        check_packed_equals_separate(model)
+    model.set_attn_implementation(packing.FLEX)
+    with pytest.raises(packing.PackingError, match="FlexAttention, but got a sliding window"):
+        packing.check_packed_equals_separate(model)
     torch.testing.assert_close(found, wanted, atol=2e-5, rtol=0)
     torch.testing.assert_close(unpacked, wanted, atol=2e-5, rtol=0)
 
@@ -93,16 +78,16 @@ def test_flex_attention_gives_the_same_logits(ids: torch.Tensor, tmp_path: Path)
     """Forward only: PyTorch has no backward of FlexAttention on CPUs."""
     model = packed_rows.small_model("qwen2", tmp_path).eval()
     wanted = separate_logits(model, ids)
-    model.set_attn_implementation(FLEX)
-    torch.testing.assert_close(packed_logits(model, ids, FLEX), wanted, atol=5e-5, rtol=0)
+    model.set_attn_implementation(packing.FLEX)
+    torch.testing.assert_close(packed_logits(model, ids, packing.FLEX), wanted, atol=5e-5, rtol=0)
 
 
 def test_the_block_mask_is_the_rule_without_a_mask_of_the_whole_row() -> None:
     """A row of 640 tokens: blocks that see nothing, all and some; held against PyTorch's own function."""
     from torch.nn.attention.flex_attention import create_block_mask
 
-    trees = [PrefixTree(0, 300, (90, 40)), PrefixTree(430, 10, (150,))]
-    mask = tree_block_mask(trees, 640, torch.device("cpu"))
+    trees = [packing.PrefixTree(0, 300, (90, 40)), packing.PrefixTree(430, 10, (150,))]
+    mask = packing.tree_block_mask(trees, 640, torch.device("cpu"))
     whole = packed_rows.tree_attention_mask(trees, 640)
     theirs = create_block_mask(lambda b, h, q, k: whole[q, k], None, None, 640, 640, device="cpu")
     for name in ("kv_num_blocks", "full_kv_num_blocks", "q_num_blocks", "full_q_num_blocks"):
@@ -116,7 +101,7 @@ def test_the_block_mask_is_the_rule_without_a_mask_of_the_whole_row() -> None:
     zero = torch.zeros((), dtype=torch.long)
     assert torch.equal(mask.mask_mod(zero, zero, q, k), whole)
     with PeakBytes(least=1) as watch:
-        tree_block_mask(trees, 640, torch.device("cpu"))
+        packing.tree_block_mask(trees, 640, torch.device("cpu"))
     assert watch.peak < 640 * 640
 
 
@@ -125,19 +110,17 @@ def test_gradients_of_many_branches_add_up_in_float32() -> None:
 
     def gradients(dtype: torch.dtype, branches: int) -> tuple[torch.Tensor, torch.Tensor]:
         generator = torch.Generator().manual_seed(0)
-        tree = PrefixTree(0, 40, (12,) * branches)
+        tree = packing.PrefixTree(0, 40, (12,) * branches)
         states = [torch.randn(1, 4, tree.stop, 32, generator=generator).bfloat16().to(dtype) for _ in range(3)]
         query, key, value = (states.requires_grad_() for states in states)
         weight = torch.randn(1, tree.stop, 4, 32, generator=generator).to(dtype)
-        output, _ = segment_attention(torch.nn.Module(), query, key, value, None, prefix_trees=TreeMasks([tree]))
+        masks = packing.TreeMasks([tree])
+        output, _ = packing.segment_attention(torch.nn.Module(), query, key, value, None, prefix_trees=masks)
         (output * weight).sum().backward()
         return key.grad[:, :, :40].double(), value.grad[:, :, :40].double()
 
     for half, exact in zip(gradients(torch.bfloat16, 64), gradients(torch.float64, 64), strict=True):
         assert (half - exact).norm() < 0.007 * exact.norm()
-
-
-# ---- both losses and their gradients
 
 
 def losses_and_gradients(module: SelfCalibrationModule, batch: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -154,16 +137,12 @@ def test_losses_and_gradients_equal_those_of_separate_sequences(
     family: str, checkpointing: bool, chat: ChatFormat, tmp_path: Path, tiny_model: str
 ) -> None:
     packed_rows.small_model(family, tmp_path, vocab_size=len(chat.tokenizer), tokenizer=tiny_model)
-    module = SelfCalibrationModule(
-        str(tmp_path), lora=NO_DROPOUT, omega=0.5, gradient_checkpointing=checkpointing, torch_dtype="float32"
-    )
+    settings = {"omega": 0.5, "gradient_checkpointing": checkpointing, "torch_dtype": "float32"}
+    module = SelfCalibrationModule(str(tmp_path), lora=NO_DROPOUT, **settings)
     module.configure_model()
     packed_rows.shake(module)
     rows = packed_rows.stored_rows(chat)
-    packed, apart = (
-        packed_rows.collated(chat, rows, shared_prefix=True),
-        packed_rows.collated(chat, rows, shared_prefix=False),
-    )
+    packed, apart = (packed_rows.collated(chat, rows, shared_prefix=shared) for shared in (True, False))
     assert [len(tree.branches) for tree in packed.trees] == [3, 1, 2]
     assert packed.attention_mask.sum() < 0.75 * apart.attention_mask.sum()
     wanted, wanted_gradients = losses_and_gradients(module, apart)
@@ -175,9 +154,7 @@ def test_losses_and_gradients_equal_those_of_separate_sequences(
     assert largest_difference(gradients, wanted_gradients) < 1e-5 * max(largest, 1.0)
 
 
-def test_twenty_steps_give_the_same_adapter(
-    tiny_model: str, fill_store: Callable[[Path], Path], tmp_path: Path
-) -> None:
+def test_twenty_steps_give_one_adapter(tiny_model: str, fill_store: FillStore, tmp_path: Path) -> None:
     store = fill_store(tmp_path / "store")
     states, tokens = {}, {}
     for way in ("shared_prefix", "off"):
@@ -191,9 +168,6 @@ def test_twenty_steps_give_the_same_adapter(
     assert tokens["shared_prefix"] > 0.1 > tokens["off"]
     assert max(value.abs().max() for name, value in states["off"].items() if "lora_B" in name) > 1e-3
     assert largest_difference(states["shared_prefix"], states["off"]) < 1e-5
-
-
-# ---- what cannot be packed
 
 
 @pytest.mark.parametrize(
@@ -220,19 +194,11 @@ def test_twenty_steps_give_the_same_adapter(
 )
 def test_attention_that_cannot_be_packed_is_found(family: str, settings: dict[str, Any], reason: str | None) -> None:
     config = AutoConfig.for_model(family, **settings)
-    found = shared_prefix_problem(config)
+    found = packing.shared_prefix_problem(config)
     assert (reason in str(found)) if reason else found is None
     if reason:
         with pytest.raises(ValueError, match=rf"{re.escape(reason)}.*Set `packing: auto`"):
-            check_shared_prefix(config, "org/model")
-
-
-def test_auto_falls_back_to_batches_of_like_length(tmp_path: Path, tiny_model: str) -> None:
-    AutoConfig.for_model("gpt_oss").save_pretrained(tmp_path)
-    assert SSCDataModule(tiny_model, "none").shares_prefix()
-    assert not SSCDataModule(tiny_model, "none", packing="off").shares_prefix()
-    with pytest.warns(UserWarning, match="s_aux"):
-        assert not SSCDataModule(str(tmp_path), "none").shares_prefix()
+            packing.check_shared_prefix(config, "org/model")
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
@@ -244,7 +210,7 @@ def test_attention_that_does_not_know_trees_is_refused(attention: str, chat: Cha
 
 
 def test_fit_stops_before_a_step_of_such_a_model(
-    tiny_model: str, fill_store: Callable[[Path], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_model: str, fill_store: FillStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = fill_store(tmp_path / "store")
     module = SelfCalibrationModule(tiny_model, lora=NO_DROPOUT)
@@ -254,25 +220,21 @@ def test_fit_stops_before_a_step_of_such_a_model(
     with pytest.raises(ValueError, match="standard deviations in the mean"):
         trainer.fit(module, datamodule=data_module(tiny_model, store))
     assert trainer.global_step == 0
-    quiet_trainer(limit_val_batches=0, max_steps=1).fit(
-        module, datamodule=data_module(tiny_model, store, packing="off")
-    )
+    data = data_module(tiny_model, store, packing="off")
+    quiet_trainer(limit_val_batches=0, max_steps=1).fit(module, datamodule=data)
 
 
 # ---- which models can run packed rows is known before anything is sampled
 
 
 def test_scores_that_the_attention_changes_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    from transformers.models.llama import modeling_llama
-
-    forward = modeling_llama.LlamaAttention.forward
-    monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", lambda *a, **k: forward(*a, **k, s_aux=30.0))
-    assert "LlamaAttention asks for ['s_aux'])" in str(shared_prefix_problem(AutoConfig.for_model("llama", **SMALL)))
+    forward = LlamaAttention.forward
+    monkeypatch.setattr(LlamaAttention, "forward", lambda *a, **k: forward(*a, **k, s_aux=30.0))
+    found = packing.shared_prefix_problem(AutoConfig.for_model("llama", **SMALL))
+    assert "LlamaAttention asks for ['s_aux'])" in str(found)
 
 
 def test_layers_that_do_not_attend_by_the_trees_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    from transformers.models.llama.modeling_llama import LlamaAttention
-
     forward = LlamaAttention.forward
 
     def only_the_first(self: LlamaAttention, hidden_states: torch.Tensor, **arguments: object) -> tuple:
@@ -280,7 +242,7 @@ def test_layers_that_do_not_attend_by_the_trees_are_found(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(LlamaAttention, "forward", only_the_first)
     monkeypatch.setattr("selfcal_lightning.models.packing._PROBED", {})
-    found = shared_prefix_problem(AutoConfig.for_model("llama", **SMALL))
+    found = packing.shared_prefix_problem(AutoConfig.for_model("llama", **SMALL))
     assert "layers that do not attend by the trees" in str(found)
 
 
@@ -293,10 +255,7 @@ def test_float32_weights_under_autocast_take_the_masks_of_gpus(monkeypatch: pyte
     model = default_llama()
     for enabled in (False, True):
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
-            check_packed_equals_separate(model)
-
-
-# ---- the check before the first step
+            packing.check_packed_equals_separate(model)
 
 
 def default_llama() -> torch.nn.Module:
@@ -304,16 +263,16 @@ def default_llama() -> torch.nn.Module:
     torch.manual_seed(0)
     sizes = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 8, "intermediate_size": 512}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", vocab_size=1000, **sizes)).float()
-    prefer_segments(model)
+    packing.prefer_segments(model)
     return model
 
 
 def test_ignored_positions_are_found_out_at_the_usual_initialisation(monkeypatch: pytest.MonkeyPatch) -> None:
     model = default_llama()
-    check_packed_equals_separate(model)
+    packing.check_packed_equals_separate(model)
     packed_rows.ignore_positions(model, monkeypatch)
     with pytest.raises(ValueError, match=r"standard deviations in the mean\. Set `packing: off`"):
-        check_packed_equals_separate(model)
+        packing.check_packed_equals_separate(model)
     assert model.training
 
 
@@ -321,15 +280,11 @@ def test_whatever_a_packed_row_raises_says_the_way_out(tmp_path: Path) -> None:
     model = packed_rows.small_model("llama", tmp_path)
     model.model.layers[1].self_attn.forward = Mock(side_effect=RuntimeError("sizes of tensors must match"))
     with pytest.raises(ValueError, match=r"RuntimeError: sizes of tensors must match\. Set `packing: off`"):
-        check_packed_equals_separate(model)
+        packing.check_packed_equals_separate(model)
     assert model.training
 
 
-# ---- fit
-
-
 def model_folder(family: str, folder: Path, pool: Pool) -> str:
-    """Write a model of random weights with the pool's tokenizer."""
     packed_rows.small_model(family, folder, vocab_size=len(pool.chat.tokenizer), tokenizer=pool.model)
     return str(folder)
 
@@ -342,7 +297,7 @@ def test_auto_trains_models_that_cannot_pack(pool: Pool, store_dir: str, tmp_pat
     with pytest.warns(UserWarning, match="Expected NemotronAttention to hand"):
         trainer.fit(module, datamodule=data)
     assert trainer.global_step == 2
-    assert not runs_packed_rows(module.model)
+    assert not packing.runs_packed_rows(module.model)
     assert trainer.callback_metrics["train/speed/SharedShare"] <= 0.0
 
 

@@ -5,6 +5,7 @@ import pytest
 from support.command_lines import ON_CPU, given_to, instantiated
 
 from selfcal_lightning.commands.generate import run_generate
+from selfcal_lightning.commands.presets import CommonCase, as_arguments, prepare
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.datamodules.ssc.stored_rows import check_prompts
 from selfcal_lightning.engines.opening import load_chat
@@ -72,11 +73,7 @@ def test_the_command_line_takes_options_or_a_file(tmp_path: Path) -> None:
         assert given_to(verb, arguments)["prompt"] is None
 
 
-def test_a_configuration_states_it_once_for_model_and_data(
-    tiny_model: str, here: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from selfcal_lightning.commands.presets import CommonCase, as_arguments, prepare
-
+def test_a_file_states_it_for_model_and_data(tiny_model: str, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("q.txt").write_text("".join(f"What is {n}+3?\n" for n in range(10)))
     prepared = prepare(CommonCase(tiny_model, "q.txt", prompt=BRIEF))
     cli = instantiated(["fit", *as_arguments(prepared), *ON_CPU], monkeypatch)
@@ -87,7 +84,6 @@ def test_a_configuration_states_it_once_for_model_and_data(
 
 
 def sampled(store: Path, questions: Path, prompt: Prompt | None) -> SampleStore:
-    """Sample a response to each question into ``store``."""
     options = {"task": "local_number", "path": str(questions), "num_samples": 1}
     run_generate("bundled", str(store), prompt=prompt, sampling=SamplingSettings(max_new_tokens=4), **options)
     return SampleStore(store)

@@ -72,10 +72,8 @@ def test_a_resumed_run_keeps_a_better_export_than_its_own(tiny_model: str, store
         """Validate after the second and the fourth step, and return the value of the best export."""
         module = pretending(module_of(tiny_model, **settings), *values)
         start = tmp_path / "2.ckpt" if (tmp_path / "2.ckpt").exists() else None
-        callbacks = [
-            AdapterExport(str(tmp_path / "adapter"), monitor=MONITORED),
-            *([] if start else [SaveAt(tmp_path, 2)]),
-        ]
+        kept = [] if start else [SaveAt(tmp_path, 2)]
+        callbacks = [AdapterExport(str(tmp_path / "adapter"), monitor=MONITORED), *kept]
         rows = data_module(tiny_model, store)
         trainer_with(*callbacks, val_check_interval=2).fit(module, datamodule=rows, ckpt_path=start)
         return read_manifest(tmp_path / "adapter-best")["metrics"][MONITORED]

@@ -1,5 +1,4 @@
 import os
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +10,7 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 from support.capability_pools import capability_store, give_states
 from support.parallel_runs import Record
+from support.processes import run_command
 from support.training_runs import data_module, generation, module_of, trainer_with
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -116,14 +116,9 @@ def test_without_validation_questions_nothing_is_drawn(bundled_model: str, tmp_p
 
 def test_unknown_labels_are_left_out_and_several_tasks_also_drawn_together() -> None:
     nan = float("nan")
-    points = CalibrationPoints(
-        confidence=np.array([0.1, nan, 0.3, 0.4]),
-        correct=np.array([1.0, 1.0, nan, 0.0]),
-        target=np.full(4, nan),
-        yes_no_mass=np.ones(4),
-        question_index=np.arange(4),
-        task=np.array(["gsm8k", "gsm8k", "svamp", "svamp"]),
-    )
+    confidence, correct = np.array([0.1, nan, 0.3, 0.4]), np.array([1.0, 1.0, nan, 0.0])
+    tasks = np.array(["gsm8k", "gsm8k", "svamp", "svamp"])
+    points = CalibrationPoints(confidence, correct, np.full(4, nan), np.ones(4), np.arange(4), tasks)
     pools = CalibrationCurve().pools(SimpleNamespace(points=lambda: points))
     found = {task: pool[0].tolist() for task, pool in pools.items()}
     assert found == {"gsm8k": [0.1], "svamp": [0.4], "all": [0.1, 0.4]}
@@ -197,6 +192,5 @@ def test_metrics_and_figures_arrive(name: str, tmp_path: Path) -> None:
     given = [word for file in configs for word in ("--config", file)]
     environment = os.environ | {"MLFLOW_ALLOW_FILE_STORE": "true", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "selfcal_lightning", "fit", *given]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    run_command(command, cwd=tmp_path, env=environment)
     assert [pattern for pattern in WRITTEN[name] if not list(tmp_path.glob(pattern))] == []

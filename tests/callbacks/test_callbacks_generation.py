@@ -5,20 +5,15 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from support.module_batches import largest_difference, trained_state
-from support.trainers import SaveAt
 from support.training_runs import data_module, generation, module_of, trainer_with
 
 from selfcal_lightning.callbacks.generation import SSCGeneration
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.datamodules.questions import QuestionSource
-from selfcal_lightning.models.lora import LoraSettings
 
 
 def contents(store: Path) -> list[tuple[str, str, tuple[str, ...]]]:
-    """Everything sampled: question, split and texts."""
     return [
         (group.question.id, group.split, tuple(sample.text for sample in group.samples))
         for split in ("train", "validation")
@@ -41,7 +36,9 @@ def filled(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return store
 
 
-def test_both_splits_are_sampled_and_judged(filled: Path) -> None:
+def test_both_splits_are_sampled_once(
+    filled: Path, tiny_model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     store = SampleStore(filled)
     assert len(store.question_ids(split="train")) == 8
     assert len(store.question_ids(split="validation")) == 3
@@ -49,17 +46,10 @@ def test_both_splits_are_sampled_and_judged(filled: Path) -> None:
     assert len(samples) == 44
     assert all(sample.yes_mass is not None and sample.correct is not None for sample in samples)
     assert not list((filled / "meetings").glob("*"))
-
-
-def test_a_second_run_reuses_everything(
-    tiny_model: str, filled: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
     before = contents(filled)
     monkeypatch.setattr(SSCGeneration, "_start", Mock(side_effect=AssertionError("the engine must not be started")))
     trainer_with(generation()).fit(module_of(tiny_model), datamodule=data_module(tiny_model, filled))
-    trainer_with(generation()).validate(
-        module_of(tiny_model), datamodule=data_module(tiny_model, filled), verbose=False
-    )
+    trainer_with(generation()).validate(module_of(tiny_model), datamodule=data_module(tiny_model, filled))
     assert contents(filled) == before
     assert f"samples of all 11 questions are reused from {filled}" in capsys.readouterr().err
 
@@ -92,28 +82,7 @@ def test_a_data_module_is_needed(tiny_model: str) -> None:
 @pytest.mark.slow
 def test_two_processes_sample_what_one_does(tiny_model: str, filled: Path, tmp_path: Path) -> None:
     store = tmp_path / "store"
-    trainer_with(generation(), devices=2, strategy="ddp_fork").fit(
-        module_of(tiny_model), datamodule=data_module(tiny_model, store)
-    )
+    trainer = trainer_with(generation(), devices=2, strategy="ddp_fork")
+    trainer.fit(module_of(tiny_model), datamodule=data_module(tiny_model, store))
     assert contents(store) == contents(filled)
     assert sorted(path.name for path in (store / "parts").iterdir()) == ["rank-0-of-2", "rank-1-of-2"]
-
-
-# ---- training on the store: the whole house together
-
-
-@pytest.mark.slow
-def test_a_run_resumed_inside_an_epoch_ends_as_the_whole_one(shallow_model: str, filled: Path, tmp_path: Path) -> None:
-    settings = {"lora": LoraSettings(r=4, dropout=0.3, activated=False)}
-    trainer = {"max_epochs": 2, "accumulate_grad_batches": 2}
-    rows = {"total_tuples": 24, "batch_size": 4}
-    torch.manual_seed(1)
-    whole = module_of(shallow_model, **settings)
-    trainer_with(SaveAt(tmp_path, 2, 5), **trainer).fit(whole, datamodule=data_module(shallow_model, filled, **rows))
-    for step in (2, 5):
-        torch.manual_seed(2)
-        resumed = module_of(shallow_model, **settings)
-        trainer_with(**trainer).fit(
-            resumed, datamodule=data_module(shallow_model, filled, **rows), ckpt_path=tmp_path / f"{step}.ckpt"
-        )
-        assert largest_difference(trained_state(whole), trained_state(resumed)) == 0.0

@@ -1,5 +1,6 @@
 """Regeneration rounds: sampled with the adapter in training, kept, checked, and the same after every stop."""
 
+import csv
 import json
 import shutil
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger
+from safetensors.torch import save_file
 from support.module_batches import largest_difference, trained_state
 from support.trainers import SaveAt
 from support.training_runs import data_module, generation, module_of, trainer_with
@@ -17,7 +19,9 @@ from selfcal_lightning.callbacks.generation import ResumedAt, SSCGeneration, res
 from selfcal_lightning.commands.pools import run_drop_rounds
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.datamodules.questions import QuestionSource
+from selfcal_lightning.engines.sampling.sampler import generate_samples
 from selfcal_lightning.engines.transformers.engine import TransformersEngine
+from selfcal_lightning.models.chat_format import ChatFormat, load_tokenizer
 from selfcal_lightning.models.folders import MANIFEST, list_files, read_manifest, weights_sha256
 from selfcal_lightning.models.lora import LoraSettings, adapter_difference, read_adapter_state
 from selfcal_lightning.training.rounds import AdapterMismatchError, adapter_folder, checkpoint_file
@@ -47,9 +51,8 @@ def run(
     data = {**ROWS, **settings.pop("data", {})}
     module = module_of(tiny_model, **{"lora": LORA, **settings.pop("model", {})})
     trainer = {"max_epochs": 3, "reload_dataloaders_every_n_epochs": 1, **settings}
-    trainer_with(generation(max_new_tokens=60), *callbacks, **trainer).fit(
-        module, datamodule=data_module(tiny_model, store, **data), ckpt_path=ckpt_path
-    )
+    rows = data_module(tiny_model, store, **data)
+    trainer_with(generation(max_new_tokens=60), *callbacks, **trainer).fit(module, datamodule=rows, ckpt_path=ckpt_path)
     return module
 
 
@@ -81,9 +84,6 @@ def test_every_round_is_what_its_adapter_samples(tiny_model: str, whole: Whole) 
     assert len(set(hashes)) == 3
     assert SampleStore(store).question_ids(split="validation", round=1) == set()
 
-    from selfcal_lightning.engines.sampling.sampler import generate_samples
-    from selfcal_lightning.models.chat_format import ChatFormat, load_tokenizer
-
     chat = ChatFormat(load_tokenizer(tiny_model))
     engine = TransformersEngine(tiny_model, adapter=str(adapter_folder(store, 2)), chat=chat)
     callback, questions = generation(max_new_tokens=60), data_module(tiny_model, store).questions("train")
@@ -103,8 +103,6 @@ def test_every_round_is_what_its_adapter_samples(tiny_model: str, whole: Whole) 
 
 @pytest.mark.slow
 def test_drift_is_logged(bundled_model: str, tmp_path: Path) -> None:
-    import csv
-
     sources = [QuestionSource("word_problems", split="train", limit=2)]
     two = {"train": sources, "validation": [], "target": "ssc", "drop_none": True}
     logger = CSVLogger(tmp_path, name="logs", version="0")
@@ -128,9 +126,7 @@ def test_drift_is_logged(bundled_model: str, tmp_path: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("samples", ["kept", "lost"])
-def test_a_run_resumed_anywhere_ends_where_the_whole_one_does(
-    tiny_model: str, whole: Whole, tmp_path: Path, name: str, samples: str
-) -> None:
+def test_resumed_runs_end_as_the_whole(tiny_model: str, whole: Whole, tmp_path: Path, name: str, samples: str) -> None:
     folder, module = whole
     store = tmp_path / "store"
     if samples == "kept":
@@ -166,12 +162,8 @@ def test_without_its_round_a_run_resumed_inside_an_epoch_fails(tiny_model: str, 
 
 
 @pytest.mark.slow
-def test_a_round_is_completed_with_the_adapter_on_disk(
-    tiny_model: str, whole: Whole, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_round_is_completed(tiny_model: str, whole: Whole, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """As on a GPU, where a resumed run arrives with weights that differ in the last digits."""
-    from safetensors.torch import save_file
-
     store = copy_of_round_0(whole[0] / "store", tmp_path / "store")
     kept = adapter_folder(store, 1)
     shutil.copytree(adapter_folder(whole[0] / "store", 1), kept)
@@ -203,9 +195,7 @@ def test_rounds_of_another_training_are_refused_before_it_begins(tiny_model: str
 
 
 @pytest.mark.slow
-def test_another_adapter_is_refused(
-    tiny_model: str, whole: Whole, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stale_adapter_fails(tiny_model: str, whole: Whole, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = copy_of_round_0(whole[0] / "store", tmp_path / "store")
     start = SSCGeneration._start
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -103,14 +104,12 @@ def test_a_run_that_nobody_stops_leaves_no_trace(tiny_model: str, store: Path, t
 
 
 def test_a_run_that_fails_gives_the_signals_back(tiny_model: str, store: Path, tmp_path: Path) -> None:
-    class Fail(Callback):
-        def on_train_batch_start(self, *_: Any) -> None:
-            raise RuntimeError("out of memory")
-
+    fail = Callback()
+    fail.on_train_batch_start = Mock(side_effect=RuntimeError("out of memory"))
     came: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: came.append(number))
     with pytest.raises(RuntimeError, match="out of memory"):
-        train(tiny_model, store, tmp_path, PreemptionCheckpoint(), Fail())
+        train(tiny_model, store, tmp_path, PreemptionCheckpoint(), fail)
     signal.raise_signal(signal.SIGTERM)
     assert came == [signal.SIGTERM]
 
@@ -119,15 +118,10 @@ def test_a_model_checkpoint_with_a_folder_is_needed(tiny_model: str, store: Path
     data = data_module(tiny_model, store)
     with pytest.raises(ValueError, match=r"needs a ModelCheckpoint with `dirpath`.*save_last"):
         trainer_with(PreemptionCheckpoint(), enable_checkpointing=True).fit(module_of(tiny_model), datamodule=data)
-    at_an_address = ModelCheckpoint("memory://bucket/run", save_last=True)  # where a restart would begin anew
+    at_an_address = ModelCheckpoint("memory://b/run", save_last=True)  # where a restart would begin anew
     trainer = trainer_with(PreemptionCheckpoint(), at_an_address, enable_checkpointing=True)
-    with pytest.raises(
-        ValueError, match="`dirpath` of ModelCheckpoint must be a folder, but got 'memory://bucket/run'"
-    ):
+    with pytest.raises(ValueError, match="`dirpath` of ModelCheckpoint must be a folder, but got 'memory://b/run'"):
         trainer.callbacks[0].setup(trainer, LightningModule(), "fit")
-
-
-# ---- while sampling
 
 
 @pytest.mark.slow
@@ -166,10 +160,8 @@ def test_a_run_that_ends_while_a_later_round_is_sampled_goes_on_from_there(
 ) -> None:
     """The epoch before is not trained again, and its ModelCheckpoint has written what it writes in a whole run."""
     few = {"train": [QuestionSource("word_problems", split="train", limit=4)], "validation": [], "num_samples": 2}
-    regenerate = {
-        "data": {"regenerate_every_n_epochs": 1, "target": "p_true", "drop_none": False, **few},
-        "reload_dataloaders_every_n_epochs": 1,
-    }
+    rows = {"regenerate_every_n_epochs": 1, "target": "p_true", "drop_none": False, **few}
+    regenerate = {"data": rows, "reload_dataloaders_every_n_epochs": 1}
     real = sampling._Sampler._take
 
     def take(self: Any, name: str, response: Any) -> None:
@@ -236,9 +228,6 @@ def test_all_processes_stop_when_one_is_asked(tmp_path: Path, monkeypatch: pytes
     finally:
         other.kill()
     assert (tmp_path / "heard").read_text() == "Process 0 stopped: SIGTERM asked this run to stop"
-
-
-# ---- the handlers by themselves
 
 
 def test_a_second_signal_acts_as_usual(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -87,7 +87,7 @@ def test_texts_made_elsewhere_are_encoded_like_stored_ids(chat: ChatFormat) -> N
     assert collator.encode(elsewhere) == collator.encode(row)
 
 
-def test_too_long_responses_lose_their_end_and_never_the_query(chat: ChatFormat) -> None:
+def test_too_long_responses_lose_their_end_and_too_long_prompts_are_named(chat: ChatFormat) -> None:
     row = make_row(chat, text="1+1=2. " * 60)
     suffix = list(chat.query.suffix_ids)
     collator = SSCCollator(chat, max_length=101)
@@ -99,9 +99,6 @@ def test_too_long_responses_lose_their_end_and_never_the_query(chat: ChatFormat)
     kept = 101 - len(suffix) - len(row.prompt_ids)
     assert collator.room_for_response(len(row.prompt_ids)) == kept
     assert batch.label_id.tolist() == list(row.sample.token_ids[:kept])
-
-
-def test_a_prompt_without_room_is_an_error_that_names_the_question(chat: ChatFormat) -> None:
     row = make_row(chat)
     collator = SSCCollator(chat, max_length=len(row.prompt_ids) + len(chat.query.suffix_ids))
     with pytest.raises(ValueError, match="prompt of question 'q'"):
@@ -110,7 +107,7 @@ def test_a_prompt_without_room_is_an_error_that_names_the_question(chat: ChatFor
         SSCCollator(chat, max_length=8)
 
 
-def test_padding_goes_to_the_longest_of_the_batch(chat: ChatFormat) -> None:
+def test_padding_goes_to_the_longest_of_the_batch_which_may_be_empty(chat: ChatFormat) -> None:
     rows = [make_row(chat), make_row(chat, text="The answer is 7.")]
     lengths = [len(row.prompt_ids) + len(row.sample.token_ids) + len(chat.query.suffix_ids) for row in rows]
     for multiple, width in {1: max(lengths), 8: -(-max(lengths) // 8) * 8, 64: -(-max(lengths) // 64) * 64}.items():
@@ -123,9 +120,6 @@ def test_padding_goes_to_the_longest_of_the_batch(chat: ChatFormat) -> None:
         assert batch.row.tolist() == [100, -1]
     narrow = SSCCollator(chat, max_length=max(lengths) + 1, pad_to_multiple_of=64)(make_rows(rows))
     assert narrow.input_ids.shape == (2, max(lengths) + 1)
-
-
-def test_a_batch_of_no_rows(chat: ChatFormat) -> None:
     batch = SSCCollator(chat, max_length=64)(make_rows([]))
     assert batch.batch_size == 0
     assert batch.input_ids.shape == (0, 8)

@@ -109,11 +109,15 @@ def test_no_micro_batch_exceeds_the_token_budget(packing: str, encoded: bool, st
         list(pool.data(path, token_budget=90, **settings).train_dataloader())
 
 
-def test_validation_rows_share_prompts(pool: Pool, store_dir: str) -> None:
+def test_validation_rows_share_prompts_and_may_be_one_a_question(pool: Pool, store_dir: str) -> None:
     """Five questions of eight responses in batches of eight: a batch holds the ends of two questions at most."""
     batches = list(pool.data(store_dir, packing="shared_prefix", validation_batch_size=8).val_dataloader())
     assert sum(batch.batch_size for batch in batches) == 40
     assert max(len(batch.trees) for batch in batches) <= 2
+    batches = list(pool.data(store_dir, num_samples=1).val_dataloader())
+    assert sum(batch.batch_size for batch in batches) == 5
+    assert all(batch.target.isnan().all() for batch in batches)
+    assert not any(batch.correct.isnan().any() for batch in batches)
 
 
 def test_sharing_next_to_nothing_is_warned_of(pool: Pool, store_dir: str, recwarn: pytest.WarningsRecorder) -> None:
@@ -160,9 +164,7 @@ def test_the_worth_of_the_targets_is_printed(pool: Pool, store_dir: str, lines: 
     assert f"targets: mean {table.target.mean():.3f}; compared with {len(table)} labels: " in lines[0]
     assert f"{right.mean():.3f} right, ECE " in lines[0]
     assert f"AUROC {ranking:.3f}" in lines[0]
-    unlabelled = pool.write(
-        "without_labels", lambda question, rng: [{**one, "correct": None} for one in random_samples(question, rng)]
-    )
+    unlabelled = pool.write("no_labels", lambda *given: [{**one, "correct": None} for one in random_samples(*given)])
     pool.data(unlabelled).train_dataloader()
     assert "; no labels to compare them with" in lines[1]
 
@@ -209,21 +211,18 @@ def test_the_store_is_not_opened_before_a_loader_is_asked_for(pool: Pool, tmp_pa
     assert not (tmp_path / "later").exists()
 
 
-def test_questions_of_the_store_are_cut_to_the_sources(pool: Pool, store_dir: str) -> None:
-    fewer = pool.data(store_dir, train=[QuestionSource("word_problems", split="train", limit=3)])
-    assert len(set(fewer.train_dataloader().dataset.table.index.question_id)) == 3
-    everything = pool.data(store_dir, train=[], validation=[])
-    assert len(set(everything.train_dataloader().dataset.table.index.question_id)) == 12
-    assert sum(batch.batch_size for batch in everything.val_dataloader()) == 40
-
-
-def test_what_is_read_without_sources_is_said(pool: Pool, store_dir: str, lines: list[str]) -> None:
+def test_sources_cut_the_store_and_without_them_it_is_said(pool: Pool, store_dir: str, lines: list[str]) -> None:
     pool.data(store_dir).val_dataloader()
     assert lines == []
     pool.data(store_dir, validation=[]).val_dataloader()
     assert len(lines) == 1
     assert lines[0].startswith(f"Validation: 40 responses to 5 questions, all that the store {store_dir} holds for it")
     assert "`validation` names no sources. Set `trainer.limit_val_batches: 0`" in lines[0]
+    fewer = pool.data(store_dir, train=[QuestionSource("word_problems", split="train", limit=3)])
+    assert len(set(fewer.train_dataloader().dataset.table.index.question_id)) == 3
+    everything = pool.data(store_dir, train=[], validation=[])
+    assert len(set(everything.train_dataloader().dataset.table.index.question_id)) == 12
+    assert sum(batch.batch_size for batch in everything.val_dataloader()) == 40
 
 
 def test_splits_are_by_question(pool: Pool, store_dir: str) -> None:
@@ -247,9 +246,8 @@ def test_one_file_read_as_two_splits_is_refused(pool: Pool, tmp_path: Path, stor
     file.write_text("".join(json.dumps({"question": f"{i} + {i}?", "answer": 2 * i}) + "\n" for i in range(9)))
     options = {"task": "local_number", "path": str(file)}
     train, validation = (QuestionSource(split=split, **options) for split in ("train", "validation"))
-    assert not {q.id for q in load_questions([train], role="train")} & {
-        q.id for q in load_questions([validation], role="validation")
-    }
+    ids = [{q.id for q in load_questions([one], role=one.split)} for one in (train, validation)]
+    assert not ids[0] & ids[1]
     message = r"Expected `train` and `validation` to share no question, but got 9 in both, .*\(`offset` and `limit`\)"
     with pytest.raises(ValueError, match=message):
         pool.data(store_dir, train=[train], validation=[validation]).questions("train")
@@ -271,19 +269,15 @@ def test_splits_that_the_store_holds_share_no_question(pool: Pool, tmp_path: Pat
         data.val_dataloader()
 
 
-def test_shares_are_stated_for_all_sources_or_none() -> None:
+def test_shares_and_offsets_of_sources() -> None:
     stated, silent = QuestionSource("gsm8k", share=0.6), QuestionSource("svamp")
     with pytest.raises(ValueError, match="`share` for all 2 training sources or for none, but got 1"):
         task_shares([stated, silent])
     with pytest.raises(ValueError, match=r"at most 1, but got 1\.2"):
         task_shares([stated, stated])
-
-
-def test_a_source_begins_after_its_offset() -> None:
     source = QuestionSource("word_problems", split="validation", offset=498)
-    assert [q.id for q in load_questions([source], role="validation")] == [
-        f"word_problems/validation/{number:06d}" for number in (498, 499)
-    ]
+    wanted = [f"word_problems/validation/{number:06d}" for number in (498, 499)]
+    assert [q.id for q in load_questions([source], role="validation")] == wanted
     late = QuestionSource("word_problems", split="validation", offset=500)
     with pytest.raises(ValueError, match=r"`validation` source .*`offset` to be less than the 500 questions"):
         load_questions([late], role="validation")
@@ -306,13 +300,6 @@ def test_unreadable_responses_are_never_generation_samples(pool: Pool) -> None:
     assert table.target[:5].tolist() == [0.8, 0.8, 0.8, 0.8, 0.2]
     assert not table.confident(0.75).any()
     assert table.confident(0.1).sum() == 12
-
-
-def test_one_sample_a_question_validates_without_consistency(pool: Pool, store_dir: str) -> None:
-    batches = list(pool.data(store_dir, num_samples=1).val_dataloader())
-    assert sum(batch.batch_size for batch in batches) == 5
-    assert all(batch.target.isnan().all() for batch in batches)
-    assert not any(batch.correct.isnan().any() for batch in batches)
 
 
 def test_attention_that_cannot_run_packed_rows_is_refused_before_sampling(pool: Pool, tmp_path: Path) -> None:
@@ -351,15 +338,12 @@ def test_every_response_is_drawn_about_once(named: bool, pool: Pool, store_dir: 
     assert (batch.calibration_total, batch.generation_total) == (2.0, 0.0)
 
 
-def test_joint_training_draws_as_ever(pool: Pool, store_dir: str) -> None:
+def test_joint_training_draws_as_ever_and_what_is_stated_is_kept(pool: Pool, store_dir: str) -> None:
     joint = connected(pool.data(store_dir, **PLAIN), activated=False).mixture({"word_problems": 1.0})
     alone = pool.data(store_dir, **PLAIN).mixture({"word_problems": 1.0})
     for mixture in (joint, alone):
         assert (mixture.total_tuples, mixture.generation_ratio, mixture.num_buckets) == (100_000, 0.7, 20)
         assert not mixture.exact
-
-
-def test_what_is_stated_is_kept(pool: Pool, store_dir: str) -> None:
     data = connected(pool.data(store_dir, total_tuples=20, generation_ratio=0.0, num_buckets=20), activated=True)
     mixture = data.mixture({"word_problems": 1.0})
     assert (mixture.total_tuples, mixture.generation_ratio, mixture.num_buckets) == (20, 0.0, 20)

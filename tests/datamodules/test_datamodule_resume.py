@@ -21,6 +21,7 @@ from selfcal_lightning.training.batches import SSCBatch
 from selfcal_lightning.training.self_calibration import SelfCalibrationModule
 
 SHALLOW = True
+Size = tuple[int, int]  # rows of a micro-batch, and how many make a step
 
 
 def keeping(folder: Path, each: str = "step") -> dict[str, Any]:
@@ -31,7 +32,7 @@ def keeping(folder: Path, each: str = "step") -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("accumulate", "num_workers", "ask_for_schedule", "settings"),
+    ("accumulate", "workers", "schedule", "settings"),
     [
         (1, 0, True, {"limit_val_batches": 0}),
         (3, 0, True, {"val_check_interval": 4}),
@@ -41,20 +42,11 @@ def keeping(folder: Path, each: str = "step") -> dict[str, Any]:
     ],
 )
 def test_a_stopped_run_goes_on_with_the_very_next_rows(
-    pool: Pool,
-    store_dir: str,
-    tmp_path: Path,
-    accumulate: int,
-    num_workers: int,
-    ask_for_schedule: bool,
-    settings: dict[str, Any],
+    pool: Pool, store_dir: str, tmp_path: Path, accumulate: int, workers: int, schedule: bool, settings: dict[str, Any]
 ) -> None:
     def run(ckpt_path: str | None = None, **more: Any) -> list[Any]:
-        data = pool.data(store_dir, num_workers=num_workers)
-        recorder = Recorder(ask_for_schedule)
-        return fit(
-            data, module=recorder, ckpt_path=ckpt_path, accumulate_grad_batches=accumulate, **settings, **more
-        ).seen
+        more |= {"accumulate_grad_batches": accumulate, "module": Recorder(schedule), **settings}
+        return fit(pool.data(store_dir, num_workers=workers), ckpt_path=ckpt_path, **more).seen
 
     unbroken = run(**keeping(tmp_path))
     steps = unbroken[-1][0] + 1
@@ -65,9 +57,7 @@ def test_a_stopped_run_goes_on_with_the_very_next_rows(
 
 
 @pytest.mark.parametrize("with_validation", [True, False])
-def test_epochs_ends_and_runs_counted_in_steps(
-    pool: Pool, store_dir: str, tmp_path: Path, with_validation: bool
-) -> None:
+def test_ends_of_epochs_and_runs_of_steps(pool: Pool, store_dir: str, tmp_path: Path, with_validation: bool) -> None:
     limits = {} if with_validation else {"limit_val_batches": 0}
     for name, settings in {"epochs": {}, "steps": {"max_epochs": -1, "max_steps": 22}}.items():
         unbroken = fit(pool.data(store_dir), **keeping(tmp_path / name, "epoch"), **settings, **limits).seen
@@ -80,15 +70,9 @@ def test_epochs_ends_and_runs_counted_in_steps(
 @pytest.mark.parametrize("validated", [0, 1])
 @pytest.mark.parametrize(("before", "after"), [((2, 2), (4, 1)), ((4, 1), (2, 2))])
 def test_other_micro_batches_take_the_steps_of_the_next_epoch(
-    pool: Pool,
-    store_dir: str,
-    tmp_path: Path,
-    before: tuple[int, int],
-    after: tuple[int, int],
-    validated: int,
-    length: dict[str, int],
+    pool: Pool, store_dir: str, tmp_path: Path, before: Size, after: Size, validated: int, length: dict[str, int]
 ) -> None:
-    def steps(size: tuple[int, int], **more: Any) -> list[list[int]]:
+    def steps(size: Size, **more: Any) -> list[list[int]]:
         """Return the rows of every optimiser step, of micro-batches of ``size``: (rows, accumulated)."""
         data = pool.data(store_dir, batch_size=size[0], total_tuples=44)
         seen = fit(data, accumulate_grad_batches=size[1], limit_val_batches=validated, **length, **more).seen
@@ -137,9 +121,9 @@ def test_a_run_stopped_inside_a_step_takes_all_of_it(pool: Pool, store_dir: str,
 @pytest.mark.parametrize("length", [{"max_epochs": 3}, {"max_epochs": -1, "max_steps": 15}])
 @pytest.mark.parametrize(("before", "after"), [((4, 1), (2, 2)), ((2, 2), (4, 1))])
 def test_an_epochs_last_batch_is_its_end_for_other_micro_batches_too(
-    pool: Pool, store_dir: str, tmp_path: Path, before: tuple[int, int], after: tuple[int, int], length: dict[str, int]
+    pool: Pool, store_dir: str, tmp_path: Path, before: Size, after: Size, length: dict[str, int]
 ) -> None:
-    def run(size: tuple[int, int], folder: Path, **more: Any) -> list[list[int]]:
+    def run(size: Size, folder: Path, **more: Any) -> list[list[int]]:
         """Return the rows of every optimiser step, of micro-batches of ``size``: (rows, accumulated)."""
         module = TrainedRecorder(pool.model, folder)
         data = pool.data(store_dir, batch_size=size[0], total_tuples=20)
@@ -253,8 +237,7 @@ def test_mixed_targets_count_the_samples_of_all_rounds_by_hand(pool: Pool) -> No
     rounds = [[("7", 0.75), ("8", 0.25), (None, 0.5)], [("9", 0.5), ("7", 0.5), ("7", 0.25)]]
     for round, answers in enumerate(rounds):
         samples = [
-            {"text": f"{round}", "answer": answer, "correct": answer != "8", "yes_mass": p, "no_mass": 1 - p}
-            for answer, p in answers
+            {"text": f"{round}", "answer": a, "correct": a != "8", "yes_mass": p, "no_mass": 1 - p} for a, p in answers
         ]
         path = pool.write("mixed", lambda question, rng, samples=samples: samples, round=round)
     data = pool.data(path, num_samples=3)
@@ -273,10 +256,8 @@ def test_mixed_targets_count_the_samples_of_all_rounds_by_hand(pool: Pool) -> No
 
 def test_pooled_rows_stand_question_by_question_and_equal_answers_have_one_name(pool: Pool) -> None:
     for round, answers in enumerate((["1/2", "8", None], ["9", "0.5", "0.5"])):
-        samples = [
-            {"text": f"{round}{place}", "answer": answer, "correct": None, "yes_mass": 0.5, "no_mass": 0.5}
-            for place, answer in enumerate(answers)
-        ]
+        same = {"correct": None, "yes_mass": 0.5, "no_mass": 0.5}
+        samples = [{"text": f"{round}{place}", "answer": answer, **same} for place, answer in enumerate(answers)]
         path = pool.write("named", lambda question, rng, samples=samples: samples, round=round)
     store = SampleStore(path)
     indexes = [store.index(split="train", round=round) for round in range(2)]
@@ -312,13 +293,10 @@ def test_a_run_resumed_in_a_later_round_goes_on_with_the_very_next_rows(
         assert rest == [entry for entry in unbroken if entry[0] >= stop], f"stopped after step {stop}"
 
 
-def test_a_missing_round_is_named(pool: Pool) -> None:
+def test_missing_rounds_are_named_and_loaders_built_anew(pool: Pool, rounds_dir: str) -> None:
     data = pool.data(pool.write("only_round_0"), regenerate_every_n_epochs=1)
     with pytest.raises(ValueError, match=r"samples of round 1 .*SSCGeneration"):
         fit(data, **RELOAD)
-
-
-def test_lightning_must_build_the_loader_anew(pool: Pool, rounds_dir: str) -> None:
     for n in (0, 2):
         with pytest.raises(ValueError, match=rf"reload_dataloaders_every_n_epochs: 1` .* with {n}, training"):
             fit(pool.data(rounds_dir, regenerate_every_n_epochs=1), reload_dataloaders_every_n_epochs=n)

@@ -46,7 +46,7 @@ def plain(pool: Pool) -> str:
     return pool.write("plain", answers_of("7", "7", "8", None), sampling=AT_ONE)
 
 
-def test_advantages_and_targets_by_hand(pool: Pool, plain: str) -> None:
+def test_advantages_targets_and_weights_by_hand(pool: Pool, plain: str) -> None:
     (batch,) = batches(data_of(pool, plain, target="round", scale="none"))
     assert batch.batch_size == 48
     order = torch.argsort(batch.row)
@@ -54,9 +54,6 @@ def test_advantages_and_targets_by_hand(pool: Pool, plain: str) -> None:
     assert batch.advantage[order][:4].tolist() == [0.5, 0.5, -0.5, -0.5]
     assert batch.target[order][:3].tolist() == pytest.approx([2 / 3, 2 / 3, 1 / 3])
     assert batch.calibration_weight[order][:4].tolist() == [1.0, 1.0, 1.0, 0.0]
-
-
-def test_weights_are_the_tokens_that_are_asked_for(pool: Pool, plain: str) -> None:
     for max_length in (256, 120):  # the second cuts responses
         (batch,) = batches(data_of(pool, plain, max_length=max_length))
         assert torch.equal(batch.generation_weight, torch.bincount(batch.label_row, minlength=48).float())
@@ -125,9 +122,7 @@ def test_nothing_of_the_gold_answers_reaches_the_module(pool: Pool, caplog: pyte
         (answers_of("7"), {"sampling": AT_ONE}, "12 of 12 questions have 1"),
     ],
 )
-def test_stores_that_teach_nothing(
-    pool: Pool, tmp_path: Any, make: MakeSamples, changes: dict[str, Any], message: str
-) -> None:
+def test_stores_of_no_use(pool: Pool, tmp_path: Any, make: MakeSamples, changes: dict[str, Any], message: str) -> None:
     store = Pool(pool.model, tmp_path).write("store", make, **changes)
     with pytest.raises(InputError, match=message):
         data_of(pool, store).train_dataloader()

@@ -1,10 +1,10 @@
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+from support.house import Vectors
 
 from selfcal_lightning.datamodules.ssc.mixture import NUM_BUCKETS, EpochDraw, Mixture, TaskPools, allocate, build_pools
 from selfcal_lightning.datamodules.ssc.sampler import (
@@ -37,7 +37,6 @@ def make_mixture(**changes: Any) -> Mixture:
 
 
 def drawn(target: np.ndarray, *, seed: int = 0, epoch: int = 0, **changes: Any) -> EpochDraw:
-    """Draw an epoch of one task."""
     mixture = make_mixture(**{"shares": {"a": 1.0}, **changes})
     return mixture.draw(pools_of(target, ["a"] * len(target)), confident(target), seed=seed, epoch=epoch)
 
@@ -50,7 +49,7 @@ def make_sampler(draw: EpochDraw, lengths: np.ndarray, **changes: Any) -> Optimi
     return OptimizerStepSampler(lambda epoch: draw, deal, **settings)
 
 
-def test_counts_are_those_of_the_reference_with_its_21_slots(vectors: Callable[[str], dict[str, Any]]) -> None:
+def test_counts_are_those_of_the_reference_with_its_21_slots(vectors: Vectors) -> None:
     for case in vectors("training_mixture_counts")["cases"]:
         total, ratio, share = (case[name] for name in ("total_train_samples", "causal_lm_ratio", "train_percentage"))
         counts = Mixture(total, ratio, {"a": share}, num_buckets=21).reference_counts()
@@ -96,9 +95,13 @@ def test_an_epoch_has_exactly_the_tuples_that_were_asked_for() -> None:
     assert max(Counter(draw.rows[~generation].tolist()).values()) == 1
 
 
-def test_paper_exact_has_no_generation_loss_on_the_calibration_pool() -> None:
+def test_draws_of_exact_small_and_unsure_pools() -> None:
     draw = drawn(make_target(), exact=True)
     assert (draw.generation_weight == 1 - draw.calibration_weight).all()
+    draw = drawn(np.array([0.1, 0.5, 0.9]), total_tuples=100, generation_ratio=0.1)
+    assert sorted(Counter(draw.rows[draw.calibration_weight == 1].tolist()).values()) == [30, 30, 30]
+    draw = drawn(np.full(50, 0.4), total_tuples=40)
+    assert len(draw.rows) == draw.calibration_weight.sum() == 40
 
 
 def test_the_draw_is_keyed_by_seed_and_epoch() -> None:
@@ -122,16 +125,6 @@ def test_small_pools_are_drawn_again_row_by_row_and_within_the_limit() -> None:
     _, taken, repeated, missing = draw.counts["a"]  # of the generation pool, then of each bucket
     assert (taken[1], repeated[1], repeated[11]) == (1, 3, 6)
     assert (taken[0], repeated[0], missing.any()) == (100, 110, False)
-
-
-def test_when_everything_is_too_small_it_is_repeated_evenly() -> None:
-    draw = drawn(np.array([0.1, 0.5, 0.9]), total_tuples=100, generation_ratio=0.1)
-    assert sorted(Counter(draw.rows[draw.calibration_weight == 1].tolist()).values()) == [30, 30, 30]
-
-
-def test_no_confident_response_leaves_an_epoch_of_calibration() -> None:
-    draw = drawn(np.full(50, 0.4), total_tuples=40)
-    assert len(draw.rows) == draw.calibration_weight.sum() == 40
 
 
 def test_without_filling_the_counts_are_the_references() -> None:
@@ -188,17 +181,13 @@ def test_iteration_goes_on_at_the_position_it_is_told(start: int) -> None:
     assert len(rest) == len(whole) == 30
 
 
-def test_the_position_is_read_with_the_first_batch() -> None:
+def test_the_position_is_read_first_and_totals_count_what_is_run() -> None:
     draw = EpochDraw(np.arange(20), np.ones(20), np.zeros(20), {})
     now = [(0, 0)]
     sampler = make_sampler(draw, np.ones(20, dtype=np.int64), position=lambda: now[0])
     iterator = iter(sampler)
     now[0] = (0, 7)
     assert len(list(iterator)) == 3
-
-
-def test_totals_of_a_step_cut_short_count_what_is_run() -> None:
-    draw = EpochDraw(np.arange(20), np.ones(20), np.zeros(20), {})
     batches = list(make_sampler(draw, np.ones(20, dtype=np.int64), num_steps=2, accumulate=5, limit=7))
     assert [batch.calibration_total for batch in batches[:7]] == [10.0] * 5 + [4.0] * 2
     assert (limited_batches(10, 7), limited_batches(10, 1.0), limited_batches(10, 0.55)) == (7, 10, 5)
@@ -289,26 +278,20 @@ def test_every_row_is_dealt_once_and_loads_are_like(num_bins: int, num_rows: int
             assert deal.lengths[rows[at[0]]] == deal.lengths[rows].min()
 
 
-def test_tokens_count_a_prompt_once() -> None:
+def test_a_prompt_counts_once_and_questions_stay_whole_if_they_can() -> None:
     question, prompt = np.array([0, 0, 1]), np.array([10, 10, 7])
     deal = DealByPrompt(question, prompt, np.array([15, 18, 9]))
     assert deal.tokens(np.array([0, 1, 2])) == 10 + 5 + 8 + 7 + 2
     [(places, real)] = deal(np.array([2, 1, 0]), 1)
     assert real.all()
     assert deal.question[np.array([2, 1, 0])[places]].tolist() == [0, 0, 1]
-
-
-def test_questions_of_like_size_stay_whole() -> None:
+    deal = DealByPrompt(np.zeros(8, dtype=np.int64), np.full(8, 10), np.full(8, 30))
+    assert [len(places) for places, _ in deal(np.arange(8), 2)] == [4, 4]
     rng = np.random.default_rng(0)
     question, prompt = np.repeat(np.arange(8), 8), np.full(64, 190)
     deal = DealByPrompt(question, prompt, prompt + rng.integers(20, 80, 64))
     rows = rng.permutation(64)
     assert all(len(set(question[rows[places]])) == 1 for places, _ in deal(rows, 8))
-
-
-def test_one_question_is_cut_between_two_micro_batches_when_there_is_nothing_else() -> None:
-    deal = DealByPrompt(np.zeros(8, dtype=np.int64), np.full(8, 10), np.full(8, 30))
-    assert [len(places) for places, _ in deal(np.arange(8), 2)] == [4, 4]
 
 
 def test_the_budget_cuts_trees_and_refuses_what_does_not_fit() -> None:
@@ -321,9 +304,6 @@ def test_the_budget_cuts_trees_and_refuses_what_does_not_fit() -> None:
     assert [places.tolist() for places, _ in padded(np.arange(4), 2)] == [[0, 1], [2, 3]]
     with pytest.raises(ValueError, match=r"100 tokens exceeds `token_budget` 99\. Divide `batch_size` by 2"):
         replace(padded, token_budget=99)(np.arange(4), 2)
-
-
-def test_a_row_that_exceeds_the_budget_alone_gets_advice_that_helps() -> None:
     lengths = np.array([111, 30])
     packed = DealByPrompt(np.array([0, 1]), np.full(2, 10), lengths, token_budget=100)
     for deal in (packed, DealByLength(lengths, batch_size=1, token_budget=100)):

@@ -40,20 +40,15 @@ def teacher_of(store: str, path: Path, features: tuple[str, ...] = ("logit:p_tru
 
 @pytest.mark.parametrize("share", [0.25, 1.0])
 @pytest.mark.parametrize("features", [("logit:p_true",), ("p_true", "num_tokens")])
-def test_the_target_is_mixed_with_the_teacher(
-    share: float, features: tuple[str, ...], pool: Pool, tmp_path: Path
-) -> None:
+def test_a_target_is_mixed_with_a_teacher(share: float, features: tuple[str, ...], pool: Pool, tmp_path: Path) -> None:
     store = pool.write(f"taught {share} {len(features)}", stated=7)
     fusion = teacher_of(store, tmp_path / "fused.json", features)
     settings = {"target": "consistency", "num_samples": 8}
     plain = pool.data(store, **settings).train_dataloader().dataset.table
     taught = pool.data(store, **settings, teacher=str(tmp_path / "fused.json"), teacher_share=share)
     table = taught.train_dataloader().dataset.table
-    samples = {
-        (entry.question.id, sample.index): sample
-        for entry in SampleStore(store).samples(split="train")
-        for sample in entry.samples
-    }
+    entries = SampleStore(store).samples(split="train")
+    samples = {(sample.question_id, sample.index): sample for entry in entries for sample in entry.samples}
     keys = zip(table.index.question_id, table.index.sample_index.tolist(), strict=True)
     said = np.array([fusion.score_sample(samples[key]) for key in keys])
     assert said.std() > 0.001
@@ -75,7 +70,7 @@ def test_what_the_rows_depend_on_names_the_teacher_by_its_content(pool: Pool, st
 
 
 @pytest.mark.parametrize(
-    ("teacher", "share", "message"),
+    ("teacher", "share", "said"),
     [
         (None, 0.5, r"`teacher_share` 0\.5 needs a `teacher`"),
         ("fused.json", 0.0, "`teacher_share` must be above 0"),
@@ -83,23 +78,18 @@ def test_what_the_rows_depend_on_names_the_teacher_by_its_content(pool: Pool, st
         ("absent.json", 0.5, "absent.json"),
     ],
 )
-def test_wrong_teachers(
-    teacher: str | None, share: float, message: str, tmp_path: Path, pool: Pool, store_dir: str
-) -> None:
+def test_bad_teachers(teacher: str | None, share: float, said: str, tmp_path: Path, pool: Pool, store_dir: str) -> None:
     teacher_of(store_dir, tmp_path / "fused.json")
     path = None if teacher is None else str(tmp_path / teacher)
-    with pytest.raises((ValueError, OSError), match=message):
+    with pytest.raises((ValueError, OSError), match=said):
         pool.data(store_dir, target="ssc", teacher=path, teacher_share=share).recipes()
 
 
 def test_what_the_teacher_reads_must_be_in_the_store(pool: Pool, store_dir: str, tmp_path: Path) -> None:
     fusion, path = teacher_of(store_dir, tmp_path / "fused.json"), tmp_path / "other.json"
-    for feature, message in {
-        "self_certainty": "self_certainty",
-        "mean_logprob": "nothing for the teacher to read",
-    }.items():
-        replace(fusion, features=(feature,)).save(path)
-        with pytest.raises(ValueError, match=message):
+    for name, said in {"self_certainty": "self_certainty", "mean_logprob": "nothing for the teacher to read"}.items():
+        replace(fusion, features=(name,)).save(path)
+        with pytest.raises(ValueError, match=said):
             pool.data(store_dir, teacher=str(path), teacher_share=0.5).train_dataloader()
 
 
@@ -177,14 +167,11 @@ def test_the_query_stands_behind_the_prompt(pool: Pool, store_dir: str) -> None:
         pool.data(store_dir, target="consistency", query=BEFORE_QUERY, num_samples=8).train_dataloader()
 
 
-def test_all_responses_are_validated_with_the_confidence_of_their_question(pool: Pool, store_dir: str) -> None:
+def test_an_epoch_is_all_questions_and_validation_all_responses(pool: Pool, store_dir: str) -> None:
     table = pool.data(store_dir, target="agreeing_pairs", num_samples=8).val_dataloader().dataset.table
     assert len(table) == 5 * 8
     assert (~np.isnan(table.target)).sum() == 5
     assert not np.isnan(table.correct).any()
-
-
-def test_an_epoch_is_all_questions_once(pool: Pool, store_dir: str) -> None:
     data = pool.data(store_dir, target="agreeing_pairs", num_samples=8, total_tuples=None)
     loader = data.train_dataloader()
     rows = torch.cat([batch.row for batch in loader])
@@ -199,11 +186,9 @@ def test_a_taught_adapter_answers_through_the_verb(activated: bool, answered: Pa
     data = data_module("bundled", store, target="agreeing_pairs", query=BEFORE_QUERY, total_tuples=8)
     adapter = str(tmp_path / "adapter")
     trainer_with(AdapterExport(adapter), max_epochs=2, limit_val_batches=0).fit(module, datamodule=data)
-    values = run_score_questions(
-        "p_true_before", store_dir=str(store), split="train", adapter=adapter, name="taught", overwrite=True
-    )
+    asked = {"adapter": adapter, "name": "taught", "overwrite": True}
+    values = run_score_questions("p_true_before", store_dir=str(store), split="train", **asked)
     record = QuestionAnnotation(store, "taught").record
-    assert record is not None
     assert record.origin["prompt"]["query"] == BEFORE_QUERY, "that of the adapter"
     assert record.origin["taught"] == "agreeing_pairs"
     read = load_capability_pool(str(store), split="train", task=None)
@@ -211,19 +196,16 @@ def test_a_taught_adapter_answers_through_the_verb(activated: bool, answered: Pa
     module.eval()
     loader = data_module("bundled", store, target="agreeing_pairs", query=BEFORE_QUERY).train_dataloader()
     batch, index = next(iter(loader)), loader.dataset.table.index
-    said = {
-        index.question_id[row]: p
-        for row, p in zip(batch.row.tolist(), module.confidence(batch).p_true.tolist(), strict=True)
-    }
+    p_true = module.confidence(batch).p_true.tolist()
+    said = {index.question_id[row]: p for row, p in zip(batch.row.tolist(), p_true, strict=True)}
     found = dict(zip([question.id for question in read.questions], values, strict=True))
     assert {name: found[name] for name in said} == pytest.approx(said, abs=1e-4)
 
 
 def test_an_adapter_that_was_not_taught_is_another_model(answered: Path, tmp_path: Path) -> None:
     store, adapter = answered, str(tmp_path / "adapter")
-    trainer_with(AdapterExport(adapter), max_steps=1, limit_val_batches=0).fit(
-        module_of("bundled"), datamodule=data_module("bundled", store, target="consistency")
-    )
+    data = data_module("bundled", store, target="consistency")
+    trainer_with(AdapterExport(adapter), max_steps=1, limit_val_batches=0).fit(module_of("bundled"), datamodule=data)
     with pytest.raises(InputError, match="Expected the model and adapter that gave the responses"):
         run_score_questions("p_true_before", store_dir=str(store), adapter=adapter)
 

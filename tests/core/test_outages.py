@@ -3,10 +3,11 @@
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
-from support.fakes import FakeEngine
-from support.openai_models import CannedModel
+from support.fakes import FakeEngine, ReplyingEngine
+from support.openai_engines import canned
 from support.openai_server import Exchange, FakeServer, status
 from support.training_runs import data_module, generation, module_of, trainer_with
 
@@ -46,8 +47,7 @@ class Outage:
 
 @pytest.fixture
 def server(chat: ChatFormat) -> Iterator[FakeServer]:
-    ids = [*chat.response_ids("The answer is 8."), min(chat.end_of_turn_ids)]
-    server = FakeServer(CannedModel(ids), chat.tokenizer)
+    server = FakeServer(canned(chat), chat.tokenizer)
     yield server
     server.close()
 
@@ -86,9 +86,7 @@ def test_an_outage_fails_the_run_and_the_same_command_completes_it(
     asked = len(server.completions())
     assert run(arguments(server, tmp_path, *more)) == 0
     assert len(server.completions()) - asked == 2 * NUM_SAMPLES * (NUM_QUESTIONS - len(kept)), "the rest alone"
-    assert {(sample.text, sample.finish, sample.p_true) for sample in stored(tmp_path)} == {
-        ("The answer is 8.", "stop", 0.5)
-    }
+    assert {(s.text, s.finish, s.p_true) for s in stored(tmp_path)} == {("The answer is 8.", "stop", 0.5)}
     assert len(stored(tmp_path)) == NUM_QUESTIONS * NUM_SAMPLES
 
 
@@ -136,9 +134,7 @@ class Failing(FakeEngine):
         return super().poll()
 
 
-def test_training_does_not_begin_on_a_store_with_questions_left_out(
-    tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_training_waits_for_the_whole_store(tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tiny = TransformersEngine(tiny_model)
     engines = [Failing(tiny, 1), Failing(tiny, 0)]
     monkeypatch.setattr(SSCGeneration, "_start", lambda *_: engines.pop(0))
@@ -151,35 +147,15 @@ def test_training_does_not_begin_on_a_store_with_questions_left_out(
     assert all(sample.finish is not None for sample in stored(store))
 
 
-class BrokenWorker:
-    """A child that starts and dies over whatever it is given."""
-
-    pid = 1
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        self.channel = self
-
-    def start(self, settings: dict[str, Any], *, timeout: float) -> dict[str, Any]:
-        return {"max_context": 256, "model_limit": 256, "vocabulary": 512, "max_batch": 64, "dtype": "float32"}
-
-    def send(self, message: dict[str, Any]) -> None: ...
-
-    def receive(self, *, timeout: float) -> list[dict[str, Any]]:
-        raise EOFError("it died")
-
-    def bury(self) -> str:
-        return "Nothing is left of it."
-
-    def close(self) -> None: ...
-
-
-def test_a_broken_gpu_is_not_taken_for_poison_prompts(
-    tiny_model: str, chat: ChatFormat, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_broken_gpu_is_no_poison_prompt(tiny_model: str, chat: ChatFormat, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each prompt was once quarantined in its turn, so that a whole run became empty responses."""
     monkeypatch.setattr("selfcal_lightning.core.imports.is_installed", lambda module: True)
     monkeypatch.setattr(vllm, "is_cpu_build", lambda: True)
-    monkeypatch.setattr(vllm, "WorkerProcess", BrokenWorker)
+    worker = Mock(pid=1)  # a child that starts and dies over whatever it is given
+    limits = {"max_context": 256, "model_limit": 256, "vocabulary": 512, "max_batch": 64, "dtype": "float32"}
+    worker.start.return_value, worker.bury.return_value = limits, "Nothing is left of it."
+    worker.channel.receive.side_effect = EOFError("it died")
+    monkeypatch.setattr(vllm, "WorkerProcess", Mock(return_value=worker))
     engine = VLLMEngine(tiny_model, chat=chat, max_restarts=5)
     plain = SamplingSettings(temperature=1.0, edt_scale=None, max_new_tokens=8)
     requests = [Request(f"{p}/{s}", (5, 6, p), plain, seed=s) for p in range(7, 30) for s in range(2)]
@@ -189,27 +165,16 @@ def test_a_broken_gpu_is_not_taken_for_poison_prompts(
     assert issubclass(EngineCrashedError, EngineStoppedError)
 
 
-class Unanswering(FakeEngine):
-    """Refuses the prompt that it is told, and answers scores of the others; every sample is lost."""
-
-    refused: tuple[int, ...] = ()
-
-    def next_token_probabilities(self, prompts: Any, token_ids: Any) -> list[list[float] | None]:
-        return [None if prompt == self.refused else [0.01] * len(token_ids) for prompt in prompts]
-
-    def poll(self) -> list[Response]:
-        name = next(iter(self._waiting))
-        self.cancel([name])
-        raise RequestsFailedError({name: Failure("lost")})
-
-
 def test_estimators_tell_a_refused_prompt_from_a_lost_answer(chat: ChatFormat) -> None:
     question = Question("q", "word_problems", (Message("user", "1 + 2?"),))
     texts = ("It is 3.", "It is 4.")
     samples = tuple(Sample("q", i, 0, t, chat.response_ids(t), "stop", "3", True) for i, t in enumerate(texts))
     entry = QuestionSamples(question, samples, "test", chat.prompt_ids(question.messages))
-    engine = Unanswering()
-    engine.refused = (*entry.prompt_ids, *samples[0].token_ids, *chat.query.suffix_ids)
+    refused = (*entry.prompt_ids, *samples[0].token_ids, *chat.query.suffix_ids)
+    engine = ReplyingEngine(lambda _: Failure("lost"))
+    engine.next_token_probabilities = lambda prompts, ids: [
+        None if p == refused else [0.01] * len(ids) for p in prompts
+    ]
     ((first, second),) = PTrue(engine, chat).score([entry])
     assert first is None
     assert second == pytest.approx(len(chat.query.yes_ids) / (len(chat.query.yes_ids) + len(chat.query.no_ids)))

@@ -55,9 +55,7 @@ def victims(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_files_of_others_are_left_as_they_are(
-    pool: str, store: str, tmp_path: Path, refused: Refused, verb: str
-) -> None:
+def test_files_of_others_stay_as_they_are(pool: str, store: str, tmp_path: Path, refused: Refused, verb: str) -> None:
     places = {path: "which is something else and is left as it is" for path in victims(tmp_path)}
     places |= {"store": "which is a folder"} | ({} if verb == "score" else {pool: "is something else"})
     before = snapshot(tmp_path)
@@ -78,20 +76,15 @@ def test_own_files_and_empty_ones_are_replaced(pool: str, store: str, tmp_path: 
         assert output.stat().st_size > 0
 
 
-def test_a_threshold_and_a_confidence_are_not_of_one_kind(pool: str, tmp_path: Path, refused: Refused) -> None:
+def test_thresholds_confidences_and_figures_replace_their_own_kind(pool: str, tmp_path: Path, refused: Refused) -> None:
+    from matplotlib.figure import Figure
+
     assert run(arguments("fit-threshold", "threshold.json")) == 0
     assert run(arguments("fit-confidence", "confidence.json")) == 0
     before = snapshot(tmp_path)
     assert "a new file or an earlier fitted threshold" in refused(arguments("fit-threshold", "confidence.json"))
     assert "a new file or an earlier fitted confidence" in refused(arguments("fit-confidence", "threshold.json"))
     assert snapshot(tmp_path) == before
-
-
-def test_a_fitted_confidence_and_its_figure_replace_neither_each_other_nor_others(
-    pool: str, tmp_path: Path, refused: Refused
-) -> None:
-    from matplotlib.figure import Figure
-
     assert "such as fit.json" in refused(arguments("fit-confidence", "fit.png"))
     assert not Path("fit.png").exists()
     assert run([*arguments("fit-confidence", "fit.png"), "--figure", "false"]) == 0

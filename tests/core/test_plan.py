@@ -5,7 +5,8 @@ from collections import namedtuple
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from support.strategy_pools import make_entry
 from support.training_runs import data_module, generation, module_of, trainer_with
 
 from selfcal_lightning.cli import run
+from selfcal_lightning.commands.demo import what_next
 from selfcal_lightning.commands.generate import run_generate
 from selfcal_lightning.commands.lightning_cli import stopped_text
 from selfcal_lightning.core.errors import InputError
@@ -26,6 +28,7 @@ from selfcal_lightning.inference.thresholds import fit_risk_threshold
 from selfcal_lightning.inference.voting import SelfConsistency
 from selfcal_lightning.models.causal_lm import WeightFiles
 from selfcal_lightning.models.folders import config_path, resolve_model
+from selfcal_lightning.models.lora import LoraSettings
 from selfcal_lightning.models.speed import SHARE_SAMPLING
 from selfcal_lightning.training.memory_plan import RowSizes, activation_bytes, plan_memory
 from selfcal_lightning.training.settings import AdapterSettings, MemorySettings
@@ -35,16 +38,12 @@ Usage = namedtuple("Usage", "total used free")
 
 
 @pytest.fixture
-def engines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The engines that were asked for; none is ever started."""
-    asked: list[str] = []
-
-    def refuse(*_: Any, **__: Any) -> NoReturn:
-        asked.append("engine")
-        raise AssertionError("an engine was started")
-
-    monkeypatch.setattr("selfcal_lightning.callbacks.generation.start_engine", refuse)
-    monkeypatch.setattr("selfcal_lightning.engines.sampling.running.open_engine", refuse)
+def engines(monkeypatch: pytest.MonkeyPatch) -> Mock:
+    """What is called to start an engine; none is ever started."""
+    asked = Mock(side_effect=AssertionError("an engine was started"))
+    monkeypatch.setattr("selfcal_lightning.callbacks.generation.start_engine", asked)
+    monkeypatch.setattr("selfcal_lightning.engines.sampling.running.open_engine", asked)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     return asked
 
 
@@ -58,12 +57,12 @@ def demo(*options: str, train: str = "limit: 3", num_samples: int = 2) -> list[s
 
 
 @pytest.fixture
-def planned(capsys: pytest.CaptureFixture[str], engines: list[str]) -> Callable[[list[str]], str]:
+def planned(capsys: pytest.CaptureFixture[str], engines: Mock) -> Callable[[list[str]], str]:
     """A function that runs a command, which starts no engine, and returns the plan that it prints."""
 
     def shown(arguments: list[str]) -> str:
         assert run(arguments) == 0
-        assert engines == []
+        engines.assert_not_called()
         return words(capsys.readouterr().out)
 
     return shown
@@ -71,9 +70,6 @@ def planned(capsys: pytest.CaptureFixture[str], engines: list[str]) -> Callable[
 
 def words(text: str) -> str:
     return " ".join(text.split())
-
-
-# ---- the plan
 
 
 def test_fit_shows_its_plan_and_does_nothing(here: Path, planned: Callable[[list[str]], str]) -> None:
@@ -143,15 +139,12 @@ def test_activations_of_an_8b_model(tmp_path: Path, recomputes: bool, megabytes:
     (tmp_path / "config.json").write_text(json.dumps(config))
     memory = MemorySettings(gradient_checkpointing=recomputes)
     kept = activation_bytes(AdapterSettings(str(tmp_path)), RowSizes(1000, 1000), memory, dtype="bfloat16")
-    assert kept is not None
     assert kept / 1000 / 1e6 == pytest.approx(megabytes, rel=0.02)  # counted: 5.8 MB a token without recomputation
 
 
 def test_sharding_divides_what_a_process_holds(tiny_model: str) -> None:
     adapter, memory = AdapterSettings(tiny_model), MemorySettings()
-    whole, part = (
-        plan_memory(adapter, memory, trains=True, device=torch.device("cpu"), shards=shards) for shards in (1, 4)
-    )
+    whole, part = (plan_memory(adapter, memory, trains=True, device=torch.device("cpu"), shards=n) for n in (1, 4))
     assert whole.weights
     assert whole.trained
     assert (part.weights, part.trained) == (whole.weights // 4, whole.trained // 4)
@@ -181,9 +174,6 @@ def test_a_training_takes_the_steps_that_were_planned(tiny_model: str, tmp_path:
         assert trainer.global_step == steps
 
 
-# ---- refused before anything is sampled
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -209,23 +199,19 @@ def test_a_training_takes_the_steps_that_were_planned(tiny_model: str, tmp_path:
     ids=lambda value: " ".join(value)[-40:] if isinstance(value, list) else "",
 )
 def test_settings_of_a_training_are_refused_before_it_samples(
-    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], engines: list[str],
-    options: list[str], message: str,
-) -> None:  # fmt: skip
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    here: Path, capsys: pytest.CaptureFixture[str], engines: Mock, options: list[str], message: str
+) -> None:
     Path("taken").mkdir()
     Path("taken/notes.txt").write_text("mine")
     assert exit_status(demo(*options)) in (1, 2)
     shown = capsys.readouterr().err
-    assert engines == [], "it was sampled before the mistake was found"
+    assert not engines.called, "it was sampled before the mistake was found"
     assert message in words(shown)
     assert "Traceback" not in shown
     assert [path.name for path in here.iterdir()] == ["taken"], "nothing is left behind"
 
 
-def test_a_gpu_that_is_not_there_is_said_before_lightning_is_asked(
-    monkeypatch: pytest.MonkeyPatch, refused: Refused, here: Path
-) -> None:
+def test_a_gpu_that_is_not_there_is_said_at_once(monkeypatch: pytest.MonkeyPatch, refused: Refused, here: Path) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     shown = refused(["fit", "--config", config_path("demo.yaml"), "--trainer.accelerator", "gpu"])
     assert "`trainer.accelerator` is 'gpu'" in shown
@@ -233,18 +219,14 @@ def test_a_gpu_that_is_not_there_is_said_before_lightning_is_asked(
 
 
 def test_the_demo_recommends_what_the_machine_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    from selfcal_lightning.commands.demo import what_next
-
     for has_gpu in (False, True):
         monkeypatch.setattr("torch.cuda.is_available", lambda has_gpu=has_gpu: has_gpu)
         (typed,) = [line for line in what_next(Path("runs/demo")).splitlines() if "selfcal fit" in line]
         assert ("qwen" in typed) == has_gpu
 
 
-def test_a_library_user_is_told_before_sampling_too(tiny_model: str, tmp_path: Path, engines: list[str]) -> None:
+def test_a_library_user_is_told_before_sampling_too(tiny_model: str, tmp_path: Path, engines: Mock) -> None:
     """Without the command line: the Trainer's own `fit`."""
-    from selfcal_lightning.models.lora import LoraSettings
-
     store = tmp_path / "store"
     for settings, changes, message in (
         ({"lora": LoraSettings(target_modules=("nope",))}, {}, "nope"),
@@ -253,7 +235,7 @@ def test_a_library_user_is_told_before_sampling_too(tiny_model: str, tmp_path: P
         data = data_module(tiny_model, store, **changes)
         with pytest.raises(ValueError, match=message):
             trainer_with(generation()).fit(module_of(tiny_model, **settings), datamodule=data)
-    assert engines == []
+    engines.assert_not_called()
     assert not store.exists()
 
 
@@ -273,17 +255,15 @@ def test_a_library_user_is_told_before_sampling_too(tiny_model: str, tmp_path: P
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
 def test_settings_of_an_evaluation_are_refused_before_it_samples(
-    here: Path, refused: Refused, engines: list[str], options: list[str], message: str
+    here: Path, refused: Refused, engines: Mock, options: list[str], message: str
 ) -> None:
     arguments = ["evaluate", "--model", "bundled", "--num_samples", "2", "--tests", TESTS, "--output_dir", "out"]
     assert message in refused([*arguments, *options])
-    assert engines == [], "it was sampled before the mistake was found"
+    assert not engines.called, "it was sampled before the mistake was found"
     assert list(here.iterdir()) == []
 
 
-def test_a_fitted_threshold_that_cannot_be_used_is_refused_before_it_samples(
-    here: Path, refused: Refused, engines: list[str]
-) -> None:
+def test_a_threshold_of_no_use_is_refused_before_it_samples(here: Path, refused: Refused, engines: Mock) -> None:
     sure = [make_entry(["a"] * 4, [0.9] * 4, name=f"q{number}") for number in range(40)]
     fitted = fit_risk_threshold(SelfConsistency(max_samples=4), sure, risk=0.5, delta=0.2)
     fitted.save(Path("risk.json"))
@@ -291,15 +271,14 @@ def test_a_fitted_threshold_that_cannot_be_used_is_refused_before_it_samples(
     command = ["evaluate", "--model", "bundled", "--tests", TESTS, "--num_samples"]
     assert "at least 4, the budget of" in refused([*command, "2", "--fitted_thresholds", "[risk.json]"])
     assert "was fitted with, ['calm'], but got []" in refused([*command, "4", "--fitted_thresholds", "[scored.json]"])
-    assert engines == []
+    engines.assert_not_called()
     assert sorted(path.name for path in here.iterdir()) == ["risk.json", "scored.json"]
     assert run([*command, "4", "--fitted_thresholds", "[risk.json]", "--check", "true"]) == 0
 
 
-# ---- disks and folders
-
-
-def test_a_disk_that_is_too_small_is_said_before(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_small_disks_and_folders_that_nobody_may_write_are_told(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     certain = Sampling(str(tmp_path), responses=1_000, stored=100, most_tokens=100, bytes_each=500.0)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(10**9, 0, 450_000))
     check_places(Plan(sampling=(certain,)))  # 900 responses of 500 bytes
@@ -308,21 +287,15 @@ def test_a_disk_that_is_too_small_is_said_before(monkeypatch: pytest.MonkeyPatch
         check_places(Plan(sampling=(certain,)))
     guessed = Sampling(str(tmp_path), responses=1_000, most_tokens=100)
     check_places(Plan(sampling=(guessed,)))  # a bound from above refuses nothing
+    monkeypatch.setattr("os.access", lambda path, mode: str(path) != str(tmp_path))
+    with pytest.raises(InputError, match=f"{tmp_path} cannot be written"):
+        check_places(Plan(places=(Place("adapter", str(tmp_path / "a")),)))
 
 
 def test_the_demo_asks_for_its_space_first(monkeypatch: pytest.MonkeyPatch, refused: Refused, tmp_path: Path) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(10**9, 0, 2**20))
     monkeypatch.setattr("subprocess.Popen", lambda *_, **__: pytest.fail("a step was started"))
     assert "100.0 MiB of free disk" in refused(["demo", "--output_dir", str(tmp_path / "demo")])
-
-
-def test_a_folder_that_nobody_may_write_is_said_before(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("os.access", lambda path, mode: str(path) != str(tmp_path))
-    with pytest.raises(InputError, match=f"{tmp_path} cannot be written"):
-        check_places(Plan(places=(Place("adapter", str(tmp_path / "a")),)))
-
-
-# ---- plans add up
 
 
 def test_plans_add_up_by_store() -> None:

@@ -1,6 +1,5 @@
 import json
 import os
-import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
@@ -11,7 +10,7 @@ import yaml
 from support.command_lines import ON_CPU, Refused, given_to, instantiated
 from support.house import ROOT
 from support.number_pools import write_pool
-from support.processes import run_python
+from support.processes import run_command, run_python
 from support.store_samples import write_lines
 
 from selfcal_lightning.cli import run
@@ -19,6 +18,7 @@ from selfcal_lightning.confidence.registry import ESTIMATORS, pool_dependent
 from selfcal_lightning.core import plugins
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.data.tasks.registry import TASKS, get_task
+from selfcal_lightning.engines.vllm.process import worker_environment
 from selfcal_lightning.evaluation.curves import known_labels, plan_of
 from selfcal_lightning.inference.registry import STRATEGIES
 
@@ -143,9 +143,7 @@ def test_a_file_with_any_name(name: str, tmp_path: Path) -> None:
         ("p.py", ESTIMATOR.replace('"pool"', '"tea"'), "but got 'tea'"),
     ],
 )
-def test_what_cannot_be_loaded_is_one_sentence(
-    name: str, code: str | None, words: str, here: Path, refused: Refused
-) -> None:
+def test_what_cannot_be_loaded_is_told(name: str, code: str | None, words: str, here: Path, refused: Refused) -> None:
     if code is not None:
         write(here / name, code)
     said = refused(["answer", "--model", "bundled", "--plugins", name])
@@ -227,15 +225,12 @@ def test_worker_processes_know_the_plugins(tmp_path: Path, tiny_model: str) -> N
     command = [sys.executable, "-m", "selfcal_lightning", "generate", "--plugins", "my_task.py", "--model", tiny_model]
     command += ["--task", "my_numbers", "--path", questions(tmp_path / "q.jsonl"), "--store_dir", "samples"]
     command += ["--num_samples", "2", "--sampling.max_new_tokens", "4", "--devices", "2"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    run_command(command, cwd=tmp_path)
     (kept,) = (tmp_path / "samples" / "runs").glob("generate-*.json")
     assert json.loads(kept.read_text())["plugins"] == ["my_task.py"]
 
 
 def test_the_child_of_vllm_finds_the_plugins(tmp_path: Path) -> None:
-    from selfcal_lightning.engines.vllm.process import worker_environment
-
     plugins.load_plugins([write(tmp_path / "my_task.py", TASK)])
     code = (
         "from selfcal_lightning.core.plugins import load_plugins_of_parent; load_plugins_of_parent()\n"

@@ -26,15 +26,12 @@ def model() -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.float32).eval()
 
 
-def test_digits_and_verdicts_are_single_tokens(chat: ChatFormat) -> None:
+def test_tokens_are_single_digits_and_the_verification_turn_is_the_one_that_was_trained(chat: ChatFormat) -> None:
     encode = chat.tokenizer.encode
     for text in [*"0123456789", "Yes", "No"]:
         assert len(encode(text, add_special_tokens=False)) == 1
     assert len(encode("12*345=4140", add_special_tokens=False)) == len("12*345=4140")
     assert chat.decode(encode("Zoë pays 12 €.", add_special_tokens=False)) == "Zoë pays 12 €."
-
-
-def test_the_verification_turn_of_the_project_is_the_one_that_was_trained(chat: ChatFormat) -> None:
     prompt = chat.prompt_ids([Message("system", "Be brief."), Message("user", "What is 1+1?")])
     response = chat.response_ids("The answer is 2.")
     trained = [
@@ -66,9 +63,7 @@ def test_its_verdicts_are_yes_or_no(chat: ChatFormat, model: PreTrainedModel) ->
         assert p[[*chat.query.yes_ids, *chat.query.no_ids]].sum() > 0.99
 
 
-def test_it_tells_right_from_wrong_and_says_yes_too_readily(
-    script: Script, chat: ChatFormat, model: PreTrainedModel
-) -> None:
+def test_it_tells_right_from_wrong_and_is_too_sure(script: Script, chat: ChatFormat, model: PreTrainedModel) -> None:
     measuring = script("bundled_model_measuring")
     problems = list(islice(stream_problems("validation"), NUM_SAMPLED))
     edt = measuring.SAMPLING["EDT"]

@@ -94,9 +94,7 @@ def test_the_demo_of_reward_models_instantiates(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("path", PUBLIC_REWARDS, ids=lambda path: path.name)
-def test_training_from_a_public_reward_model_instantiates(
-    path: Path, shallow_model: str, monkeypatch: pytest.MonkeyPatch, here: Path
-) -> None:
+def test_public_rewards_are_built(path: Path, shallow_model: str, monkeypatch: pytest.MonkeyPatch, here: Path) -> None:
     from support.reward_models import stand_in as public_stand_in
 
     from selfcal_lightning.rewards.formats import reward_format
@@ -177,9 +175,7 @@ def test_capability_config_instantiates(path: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("path", ADAPT, ids=lambda path: path.name)
-def test_the_training_of_an_adaptation_instantiates(
-    path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_training_of_adaptations_instantiates(path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """What `selfcal adapt` hands to `selfcal fit` is what that takes, with module and data in agreement."""
     from selfcal_lightning.adaptation.runs import Adaptation, QuestionSlice, fit_settings
     from selfcal_lightning.commands.two_stages import write_settings
@@ -203,9 +199,7 @@ def test_the_training_of_an_adaptation_instantiates(
 
 
 @pytest.mark.parametrize("path", PRESET_FILES, ids=lambda path: path.name)
-def test_a_preset_instantiates_with_a_model_and_questions(
-    path: Path, tiny_model: str, monkeypatch: pytest.MonkeyPatch, here: Path
-) -> None:
+def test_a_preset_instantiates(path: Path, tiny_model: str, monkeypatch: pytest.MonkeyPatch, here: Path) -> None:
     write_lines(here / "q.jsonl", *({"question": f"{n}+1?", "answer": n + 1} for n in range(20)))
     prepared = prepare(CommonCase(tiny_model, "q.jsonl", preset=path.stem, output_dir="out"))
     cli = instantiated(["fit", *as_arguments(prepared), *ON_CPU], monkeypatch)
@@ -267,16 +261,13 @@ def test_batch_script_passes_the_warning_on_and_requeues_what_it_stopped(
     tmp_path: Path, end: str, refused: bool, expected: int, requeued: bool, array: bool
 ) -> None:
     stand_in(
-        tmp_path, "srun", f"trap '{end}' USR1", f"touch {tmp_path}/started", "for i in {1..2400}; do sleep 0.05; done"
+        tmp_path, "srun", f"trap '{end}' USR1", f"touch {tmp_path}/started", "for i in {1..999}; do sleep .1; done"
     )
     stand_in(tmp_path, "scontrol", f'echo "$@" >> {tmp_path}/calls', f"exit {int(refused)}")
     job = {"SLURM_JOB_ID": "79", "SLURM_ARRAY_JOB_ID": "77", "SLURM_ARRAY_TASK_ID": "2"} if array else {}
-    script = subprocess.Popen(
-        ["bash", str(ROOT / BATCH_SCRIPT), "some.yaml"],
-        env={"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "79", **job},
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "79", **job}
+    command = ["bash", str(ROOT / BATCH_SCRIPT), "some.yaml"]
+    script = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
     while not (tmp_path / "started").exists():
         time.sleep(0.02)
     script.send_signal(signal.SIGUSR1)
@@ -290,9 +281,7 @@ def test_batch_script_passes_the_warning_on_and_requeues_what_it_stopped(
 
 @pytest.mark.parametrize("warned", [False, True])
 def test_a_job_of_an_array_samples_its_share(tmp_path: Path, warned: bool) -> None:
-    stand_in(
-        tmp_path, "selfcal", f'echo "$@" > {tmp_path}/started', "trap 'exit 143' TERM", "sleep 0.2 & wait", "exit 3"
-    )
+    stand_in(tmp_path, "selfcal", f'echo "$@" > {tmp_path}/started', "trap 'exit 143' TERM", "sleep 0.2 & wait; exit 3")
     stand_in(tmp_path, "scontrol", f'echo "$@" >> {tmp_path}/calls')
     array = {"JOB_ID": "77", "TASK_ID": "3", "TASK_MIN": "1", "TASK_COUNT": "4"}
     environment = {f"SLURM_ARRAY_{name}": value for name, value in array.items()}

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import yaml
@@ -11,7 +12,8 @@ from support.store_samples import write_lines
 
 import selfcal_lightning as sc
 from selfcal_lightning.cli import run
-from selfcal_lightning.commands.presets import CommonCase, common_case, prepare, split_arguments
+from selfcal_lightning.commands import python as front
+from selfcal_lightning.commands.presets import CommonCase, as_arguments, common_case, prepare, split_arguments
 from selfcal_lightning.data.tasks.registry import load_some
 from selfcal_lightning.models.folders import config_path
 
@@ -34,14 +36,13 @@ def test_calibrate_answer_and_evaluate(tmp_path: Path) -> None:
     assert f"ECE {made.metrics['val/calibration/ECE']:.3f}, AUROC " in repr(made)
     sampling = sc.SamplingSettings(max_new_tokens=60)
     asked = problems(2, "test_id")
+    words = [row["question"] for row in asked]
     found = sc.answer("bundled", asked, adapter=made.adapter, max_samples=3, max_new_tokens=60, engine="transformers")
-    texts = sc.answer(
-        "bundled", [row["question"] for row in asked], adapter=made.adapter, max_samples=3, sampling=sampling
-    )
+    texts = sc.answer("bundled", words, adapter=made.adapter, max_samples=3, sampling=sampling)
     assert [one.as_json()["answer"] for one in texts] == [one.verdict.answer for one in found]
     (alone,) = sc.answer("bundled", asked[0]["question"], adapter=made.adapter, max_samples=1, max_new_tokens=8)
     assert alone.question.text == asked[0]["question"]
-    assert [one.question.text for one in found] == [row["question"] for row in asked]
+    assert [one.question.text for one in found] == words
     assert all(1 <= one.samples_used <= 3 and one.verdict.samples_used == one.samples_used for one in found)
 
     options = {"num_samples": 2, "sampling": sampling, "strategies": [], "num_resamples": 5}
@@ -51,41 +52,25 @@ def test_calibrate_answer_and_evaluate(tmp_path: Path) -> None:
 
 
 def test_it_is_the_verbs_configuration(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from selfcal_lightning.commands import python as front
-    from selfcal_lightning.commands.presets import as_arguments, common_case
-
     write_lines(here / "q.jsonl", *problems(12))
-    asked: list[list[str]] = []
-
-    class StoppedError(Exception):
-        pass
-
-    def record(arguments: list[str], **_: Any) -> None:
-        asked.append(arguments)
-        raise StoppedError
-
-    monkeypatch.setattr(front, "run_trainer", record)
-    with pytest.raises(StoppedError):
+    asked = Mock(side_effect=InterruptedError)
+    monkeypatch.setattr(front, "run_trainer", asked)
+    with pytest.raises(InterruptedError):
         sc.calibrate("bundled", "q.jsonl", preset="activated", settings={"model.lr": 0.5, "data.total_tuples": None})
     stated = common_case(["--model", "bundled", "--questions", "q.jsonl", "--preset", "activated"])
-    assert stated is not None
-    assert asked == [["fit", *as_arguments(stated[0]), "--model.lr", "0.5", "--data.total_tuples", "null"]]
-    assert yaml.safe_load(asked[0][2])["model"]["init_args"]["base_model"] == "bundled"
+    (arguments,) = asked.call_args.args
+    assert arguments == ["fit", *as_arguments(stated[0]), "--model.lr", "0.5", "--data.total_tuples", "null"]
+    assert yaml.safe_load(arguments[2])["model"]["init_args"]["base_model"] == "bundled"
 
 
-def test_questions_may_be_a_file_mappings_or_records(tmp_path: Path) -> None:
-    from selfcal_lightning.commands.python import _as_file
-
+def test_questions_may_be_a_file_mappings_or_records_without_prompts_of_their_own(tmp_path: Path) -> None:
     rows = [{"question": f"{n}+1?", "answer": n + 1} for n in range(3)]
     records = sc.get_task("local_number").load("t", path=str(write_lines(tmp_path / "q.jsonl", *rows)))
     for given in (rows, records):
-        assert _as_file(given, tmp_path / "out" / "q.jsonl", task="local_number") == tmp_path / "out" / "q.jsonl"
+        assert front._as_file(given, tmp_path / "out" / "q.jsonl", task="local_number") == tmp_path / "out" / "q.jsonl"
         read = sc.get_task("local_number").load("t", path=str(tmp_path / "out" / "q.jsonl"))
         assert [question.text for question in read] == ["0+1?", "1+1?", "2+1?"]
-    assert _as_file(tmp_path / "q.jsonl", tmp_path / "never", task="local_number") == tmp_path / "q.jsonl"
-
-
-def test_records_with_a_prompt_of_their_own_are_refused(tmp_path: Path) -> None:
+    assert front._as_file(tmp_path / "q.jsonl", tmp_path / "never", task="local_number") == tmp_path / "q.jsonl"
     own = sc.Question("a", "local_number", (sc.Message("user", "Say it:"),), "2", "1+1?")
     with pytest.raises(sc.InputError, match=r"questions\[1\]: Expected the prompt of task 'local_number'"):
         sc.evaluate("bundled", [own], output_dir=tmp_path)
@@ -156,9 +141,7 @@ def test_other_options_are_left_to_lightning(questions: str) -> None:
     assert common_case(["--config", "x.yaml", "--model", "some.module.Class", "--model.lr", "1"]) is None
 
 
-def test_check_prints_the_plan_and_writes_nothing(
-    questions: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_check_prints_the_plan_alone(questions: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--trainer.accelerator", "cpu", "--data.num_samples", "3", "--output_dir", "out"]
     assert run(["fit", "--model", "bundled", "--questions", questions, "--check", *options]) == 0
     printed = capsys.readouterr()
@@ -169,7 +152,7 @@ def test_check_prints_the_plan_and_writes_nothing(
 
 
 @pytest.mark.parametrize(
-    ("row", "expected", "hint"),
+    ("row", "place", "hint"),
     [
         ({"question": "x", "anwser": 1}, "b.jsonl:12: ", "Did you mean 'answer'?"),
         ({"question": " "}, "b.jsonl:12: ", "`question`"),
@@ -178,13 +161,11 @@ def test_check_prints_the_plan_and_writes_nothing(
         ({"question": "x", "task": "local_text"}, "b.jsonl:1: ", "`task`"),
     ],
 )
-def test_a_bad_question_is_named(
-    row: dict[str, Any], expected: str, hint: str, tmp_path: Path, refused: Refused
-) -> None:
+def test_a_bad_question_is_named(row: dict[str, Any], place: str, hint: str, tmp_path: Path, refused: Refused) -> None:
     good = [{"question": f"{n}+1?", "answer": n + 1} for n in range(11)]
     error = refused(["fit", "--model", "m/m", "--questions", str(write_lines(tmp_path / "b.jsonl", *good, row))])
     assert error.startswith("selfcal fit: error: ")
-    assert expected in error
+    assert place in error
     assert hint in error
 
 
@@ -192,7 +173,6 @@ def test_engine_sampling_and_prompt_are_set_field_by_field(questions: str) -> No
     options = ["--engine.name", "vllm", "--engine.dtype", "bfloat16", "--sampling.max_new_tokens", "77"]
     options += ["--prompt.format", "plain"]
     found = common_case(["--model", "m", "--questions", questions, *options])
-    assert found is not None
     configuration, rest = found[0].configuration, found[1]
     assert not rest
     (sampled,) = (one for one in configuration["trainer"]["callbacks"] if one["class_path"].endswith("SSCGeneration"))

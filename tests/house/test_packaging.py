@@ -90,17 +90,12 @@ def test_every_name_is_there(name: str) -> None:
     assert getattr(sc, name) is not None
 
 
-def test_a_missing_dependency_names_its_extra() -> None:
+def test_a_missing_extra_is_named_and_a_broken_one_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not is_installed("no_such_module")
     with pytest.raises(ImportError, match=r"`no_such_module`.*pip install '\.\[qlora\]'"):
         require("no_such_module.inside", extra="qlora")
     with pytest.raises(ImportError, match=r"'\.\[vllm\]'.*make setup-vllm"):
         require("no_such_module", extra="vllm")
-
-
-def test_an_installed_dependency_that_fails_raises_its_own_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
     (tmp_path / "selfcal_broken_module.py").write_text("import no_such_inner_module")
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(ModuleNotFoundError, match="no_such_inner_module"):
@@ -121,14 +116,10 @@ FORBIDDEN = {
 def imported(path: Path) -> set[str]:
     """Return the modules that a file imports when it runs, at any depth."""
     tree = ast.parse(path.read_text())
-    tree.body = [
-        node for node in tree.body if not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test))
-    ]
+    tree.body = [n for n in tree.body if not (isinstance(n, ast.If) and "TYPE_CHECKING" in ast.unparse(n.test))]
     nodes = list(ast.walk(tree))
-    named = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
-    return named | {
-        f"{node.module}.{alias.name}" for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names
-    }
+    named = {alias.name for n in nodes if isinstance(n, ast.Import) for alias in n.names}
+    return named | {f"{n.module}.{alias.name}" for n in nodes if isinstance(n, ast.ImportFrom) for alias in n.names}
 
 
 @pytest.mark.parametrize("folder", FORBIDDEN)

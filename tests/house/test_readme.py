@@ -2,14 +2,13 @@
 
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from support.command_lines import ON_CPU, given_to, instantiated
 from support.house import ROOT
-from support.processes import run_python
+from support.processes import run_command, run_python
 from support.store_samples import write_lines
 
 from selfcal_lightning.cli import VERBS
@@ -29,43 +28,30 @@ BASH = "\n".join(re.findall(r"```bash\n(.*?)```", README, flags=re.DOTALL))
 COMMANDS = list(dict.fromkeys(line for line in BASH.splitlines() if line.startswith("selfcal ")))
 
 
-def test_make_targets_exist() -> None:
+def test_targets_files_links_and_verbs_exist() -> None:
     targets = set(re.findall(r"(?:`|^)make ([a-z-]+)", README, flags=re.MULTILINE))
     assert {"demo", "test", "setup-vllm", "report"} <= targets
     makefile = (ROOT / "Makefile").read_text()
     assert {target for target in targets if not re.search(rf"^{target}:", makefile, flags=re.MULTILINE)} == set()
-
-
-def test_files_exist() -> None:
     files = set(re.findall(r"(?:configs|benchmarks|tests|scripts)/[\w./-]+\.(?:yaml|py|sh|sbatch|md|json)\b", README))
     assert len(files) >= 12
     assert {file for file in files if not (ROOT / file).is_file()} == set()
-
-
-def test_links_of_the_readme_lead_somewhere() -> None:
     text = PAGES[0].read_text()
     links = {link for link in re.findall(r"\]\(([^)#]+)", text) if "://" not in link}
     assert len(links) >= 15
     assert {link for link in links if not (ROOT / link).is_file()} == set()
+    verbs = set(re.findall(r"selfcal ([a-z-]+)", BASH))
+    assert verbs >= {"fit", "export", "evaluate"}
+    assert verbs <= set(VERBS)
 
 
-def test_tables_are_those_of_the_results() -> None:
-    done = subprocess.run([sys.executable, str(ROOT / "docs" / "tables.py"), "--check"], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-
-
-def test_the_figures_of_the_readme_are_those_of_the_report() -> None:
+def test_tables_and_figures_are_those_of_the_results() -> None:
+    run_command([sys.executable, str(ROOT / "docs" / "tables.py"), "--check"])
     report = (ROOT / "benchmarks" / "results" / "report_real.md").read_text()
     rows = [line for line in PAGES[0].read_text().splitlines() if re.match(r"\|.*\.\d{3}", line)]
     figures = {figure for row in rows for figure in re.findall(r"\.\d{3}", row)}
     assert len(figures) > 30
     assert {figure for figure in figures if f"0{figure}" not in report} == set()
-
-
-def test_verbs_exist() -> None:
-    verbs = set(re.findall(r"selfcal ([a-z-]+)", BASH))
-    assert verbs >= {"fit", "export", "evaluate"}
-    assert verbs <= set(VERBS)
 
 
 @pytest.mark.parametrize("line", COMMANDS, ids=range(len(COMMANDS)))
@@ -88,8 +74,11 @@ def write_user_files() -> None:
     Path("prompt.yaml").write_text("system: Be brief.\n")
 
 
-def test_every_task_is_listed() -> None:
+def test_every_task_is_listed_and_what_strategies_support() -> None:
+    from selfcal_lightning.training.support import support_table
+
     assert {name for name in TASKS if f"`{name}`" not in (ROOT / "docs/reference/tasks.md").read_text()} == set()
+    assert support_table() in README
 
 
 @pytest.mark.slow
@@ -99,12 +88,6 @@ def test_python_runs(block: str, shared: Path, here: Path) -> None:
     write_user_files()
     (here / "mawps.jsonl").write_text('{"text": "Two and two?", "numeric_answer": 4}\n')
     run_python(block)
-
-
-def test_the_table_of_strategies_is_the_one_that_runs_are_held_against() -> None:
-    from selfcal_lightning.training.support import support_table
-
-    assert support_table() in README
 
 
 # ---- the examples, in a folder of their own; the one that needs a server talks to a stand-in
@@ -120,10 +103,7 @@ SAID = {
 
 
 def run(name: str, folder: Path, *arguments: str) -> str:
-    command = [sys.executable, str(EXAMPLES / name), *arguments]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return run_command([sys.executable, str(EXAMPLES / name), *arguments], cwd=folder)
 
 
 @pytest.mark.slow

@@ -9,8 +9,10 @@ from support.engine_reference import EDT, QUESTIONS, Reference
 
 from selfcal_lightning.engines.base import generate
 from selfcal_lightning.engines.transformers import engine as engine_module
+from selfcal_lightning.engines.transformers import model as transformers_model
 from selfcal_lightning.engines.transformers.engine import TransformersEngine
 from selfcal_lightning.engines.transformers.model import CachedModel, load_network
+from selfcal_lightning.models import activated as activation
 
 
 class TestActivated(ActivatedContract):
@@ -71,8 +73,6 @@ def test_what_responses_share_is_read_once(tiny_model: str, adapter: str, refere
 
 
 def test_an_adapter_without_sleep_is_refused(tiny_model: str, adapter: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from selfcal_lightning.models import activated as activation
-
     layers = activation._adapted_layers
     monkeypatch.setattr(activation, "_adapted_layers", lambda model: layers(model)[1:])
     with pytest.raises(ValueError, match="to leave the base model as it is while it sleeps, but logits differ"):
@@ -80,8 +80,6 @@ def test_an_adapter_without_sleep_is_refused(tiny_model: str, adapter: str, monk
 
 
 def test_an_adapter_that_never_wakes_is_refused(tiny_model: str, adapter: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from selfcal_lightning.engines.transformers import model as transformers_model
-
     network = load_network(tiny_model, revision=None, adapter=adapter, dtype="float32", device="cpu")
     monkeypatch.setattr(engine_module, "load_network", lambda *args, **settings: network)
     TransformersEngine(tiny_model, adapter=adapter, dtype="float32")

@@ -18,10 +18,13 @@ from support.training_runs import data_module
 from torch.utils.data import DataLoader
 
 from selfcal_lightning.cli import run
+from selfcal_lightning.commands.lightning_cli import SelfCalibrationCLI
 from selfcal_lightning.commands.trainer_start import DATA_MODULE, MODULE
 from selfcal_lightning.datamodules.ssc.sampler import outlive_signals
 from selfcal_lightning.models.folders import base_model_identity
 from selfcal_lightning.training.checkpoints import AtomicCheckpointIO, random_states, restore_random_states
+from selfcal_lightning.training.model_parallel import AdapterModelParallelStrategy
+from selfcal_lightning.training.self_calibration import SelfCalibrationModule
 
 SHALLOW = True
 
@@ -76,8 +79,6 @@ def test_a_full_disk_is_named_with_the_file(path: Path, monkeypatch: pytest.Monk
 
 
 def test_an_address_is_no_folder_on_this_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from selfcal_lightning.training.model_parallel import AdapterModelParallelStrategy
-
     monkeypatch.chdir(tmp_path)
     address = "memory://b/run/last.ckpt"
     AtomicCheckpointIO().save_checkpoint(checkpoint_of(2.0), address)
@@ -158,8 +159,6 @@ def fit(tiny_model: str, folder: Path, checkpoint: Path, *options: str) -> int:
 
 
 def test_resuming_what_cannot_go_on(tiny_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from selfcal_lightning.training.self_calibration import SelfCalibrationModule
-
     module = SelfCalibrationModule(tiny_model)
     module.configure_model()
     trained = {name: value for name, value in module.state_dict().items() if "lora_" in name}
@@ -184,8 +183,6 @@ def test_resuming_what_cannot_go_on(tiny_model: str, tmp_path: Path, capsys: pyt
 def test_fit_writes_atomically_unless_another_way_is_named(
     tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plugins: list[str], name: str
 ) -> None:
-    from selfcal_lightning.commands.lightning_cli import SelfCalibrationCLI
-
     built: list[Any] = []
     monkeypatch.setattr(SelfCalibrationCLI, "_run_subcommand", lambda cli, _: built.append(cli.trainer))
     assert fit(tiny_model, tmp_path, tmp_path / "any.ckpt", *plugins) == 0

@@ -10,7 +10,7 @@ import torch
 from support.exported import checkpoint, shaken, snapshot
 from support.other_models import changed_copy, plain_copy
 from support.processes import files_of_at_most
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 
 from selfcal_lightning.cli import run
 from selfcal_lightning.commands.export import run_export
@@ -398,8 +398,6 @@ def test_a_base_model_of_the_hub_is_named(tiny_model: str, tmp_path: Path, hub: 
 def test_a_configuration_that_names_a_place_is_pushed_without_it_and_with_its_own_hash(
     adapter: Path, tmp_path: Path, hub: Mock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from transformers import PreTrainedConfig
-
     as_before = PreTrainedConfig.to_json_string
 
     def naming_a_place(*given: Any, **options: Any) -> str:

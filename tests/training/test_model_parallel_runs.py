@@ -23,8 +23,9 @@ from selfcal_lightning.callbacks.calibration_curve import CalibrationCurve
 from selfcal_lightning.callbacks.confidence_writer import ConfidenceWriter
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.datamodules.questions import QuestionSource
+from selfcal_lightning.models.causal_lm import load_causal_lm
 from selfcal_lightning.models.lora import LoraSettings
-from selfcal_lightning.training.model_parallel import gather_trained
+from selfcal_lightning.training.model_parallel import AdapterModelParallelStrategy, gather_trained
 from selfcal_lightning.training.self_calibration import SelfCalibrationModule
 
 pytestmark = pytest.mark.slow
@@ -237,8 +238,6 @@ def test_predict_writes_the_same_confidences(pool: Pool, store_dir: str, folder:
 
 
 def export_all_weights(tiny_model: str, folder: Path) -> dict[str, Any]:
-    from selfcal_lightning.training.model_parallel import AdapterModelParallelStrategy
-
     module = module_of(tiny_model, lora=None)
     trainer = quiet_trainer(strategy=AdapterModelParallelStrategy(), devices=2, max_epochs=1)
     trainer.strategy.connect(module)
@@ -251,8 +250,6 @@ def export_all_weights(tiny_model: str, folder: Path) -> dict[str, Any]:
 
 
 def test_a_whole_model_is_exported(tiny_model: str, tmp_path: Path) -> None:
-    from selfcal_lightning.models.causal_lm import load_causal_lm
-
     state = run_processes(export_all_weights, tmp_path / "run", tiny_model, tmp_path / "model")[0]
     loaded = dict(load_causal_lm(str(tmp_path / "model"), dtype="float32").named_parameters())
     assert largest_difference(loaded, state) == 0.0

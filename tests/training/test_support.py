@@ -17,6 +17,7 @@ from selfcal_lightning.callbacks.adapter_export import AdapterExport
 from selfcal_lightning.callbacks.confidence_writer import ConfidenceWriter
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.models.lora import LoraSettings
+from selfcal_lightning.models.sharded_loading import check_architecture
 from selfcal_lightning.training.modules import TrainedModule
 from selfcal_lightning.training.settings import MemorySettings
 from selfcal_lightning.training.support import REASONS, SUPPORT, WAYS, check_support, support_table, way_of
@@ -103,8 +104,6 @@ def test_absent_layers_are_refused(tiny_model: str, tmp_path: Path, targets: tup
 
 def test_layers_are_looked_up_without_memory(tiny_model: str, tmp_path: Path) -> None:
     """A model of 70 billion parameters has shapes here and no weights at all."""
-    from selfcal_lightning.models.sharded_loading import check_architecture
-
     large = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64}
     LlamaConfig(**large, num_key_value_heads=8).save_pretrained(tmp_path)
     state = torch.get_rng_state()

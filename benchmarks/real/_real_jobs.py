@@ -18,8 +18,8 @@ from shared.jobs import children_seconds, run
 from shared.study import ROOT, configuration, train_on, write_configuration
 
 from selfcal_lightning.data.store.sample_store import SampleStore
+from selfcal_lightning.models.causal_lm import is_slow_in_bfloat16
 from selfcal_lightning.models.chat_format import Prompt
-from selfcal_lightning.models.speed import is_slow_in_bfloat16
 from selfcal_lightning.records import QuestionSamples
 
 EXAMPLE = ROOT / "examples" / "smollm"

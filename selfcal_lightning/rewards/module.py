@@ -31,15 +31,14 @@ from selfcal_lightning.rewards.layouts import RewardEncoder
 from selfcal_lightning.rewards.metrics import PREFIXES, QuantileMetrics, StepMetrics
 from selfcal_lightning.rewards.rates import RewardTarget, check_target
 from selfcal_lightning.rewards.reading import RewardFile
+from selfcal_lightning.training import settings
 from selfcal_lightning.training.batches import ResponseBatch, ScoredRows
 from selfcal_lightning.training.calibrated_model import CalibratedModel
 from selfcal_lightning.training.checkpoints import check_base_model, check_trained, dropout_stream
 from selfcal_lightning.training.losses import pinball_loss, row_means, share_of_step, soft_cross_entropy
-from selfcal_lightning.training.memory_plan import plan_memory
 from selfcal_lightning.training.metrics import CalibrationMetrics
 from selfcal_lightning.training.model_parallel import callbacks_of, trainer_of
 from selfcal_lightning.training.modules import check_stated, plain_settings, trained_parameters, with_cosine
-from selfcal_lightning.training.settings import AdapterSettings, OptimizerSettings, check_not_negative, check_positive
 from selfcal_lightning.training.support import Support, Way, check_features
 
 ROW_COLUMNS = ("last_place", "target", "correct", "weight", "task", "row")
@@ -143,8 +142,8 @@ class RewardModuleSettings:
         check_steps("steps", self.steps)
         if not 0.0 < self.low < self.high < 1.0:
             raise InputError(f"Expected `low` and `high` to rise within (0, 1), but got {self.low} and {self.high}.")
-        check_not_negative(pinball=self.pinball)
-        check_positive(head_lr=self.head_lr)
+        settings.check_not_negative(pinball=self.pinball)
+        settings.check_positive(head_lr=self.head_lr)
 
 
 # In a folder of its own: vLLM reads every safetensors file next to a configuration as model weights.
@@ -224,7 +223,7 @@ class QuantileRewardModule(CalibratedModel):
         prompt: Prompt | None = None,
         seed: int = 0,
     ) -> None:
-        adapter = AdapterSettings(
+        adapter = settings.AdapterSettings(
             base_model, revision=revision, lora=lora, torch_dtype=torch_dtype, attn_implementation=attn_implementation,
             query=query, prompt=prompt, seed=seed,
         )  # fmt: skip
@@ -232,7 +231,7 @@ class QuantileRewardModule(CalibratedModel):
             raise InputError("Expected `full` without `lora`, but got both.")
         if adapter.activated:
             raise InputError("Expected `lora.activated` to be false for a reward model, but got true.")
-        super().__init__(adapter, OptimizerSettings(lr, weight_decay, warmup_steps))
+        super().__init__(adapter, settings.OptimizerSettings(lr, weight_decay, warmup_steps))
         self.settings = RewardModuleSettings(format, full, steps, target, low, high, pinball, head_lr)
         self.levels = (low, high)
         self.public = None if format is None else reward_format(format)
@@ -269,7 +268,7 @@ class QuantileRewardModule(CalibratedModel):
             self._check_trunk_can_learn(trainer)
         full, device = self.settings.full, trainer.strategy.root_device
         trains = verb == "fit" and (full or self.lora is not None)
-        memory = plan_memory(self.adapter, self.memory, trains=trains, device=device)
+        memory = settings.plan_memory(self.adapter, self.memory, trains=trains, device=device)
         frozen = "all weights of its trunk" if full else "a frozen trunk"
         trunk = frozen if self.lora is None else f"LoRA of rank {self.lora.r} on its trunk"
         return Plan(model=(f"{self.base_model}, a reward model with {trunk}",), memory=(memory,))

@@ -16,19 +16,16 @@ from transformers import PreTrainedModel
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.core.files import read_json_object
 from selfcal_lightning.core.plan import Plan
-from selfcal_lightning.models import folders, quantization
+from selfcal_lightning.models import causal_lm, folders, quantization
 from selfcal_lightning.models import lora as adapters
 from selfcal_lightning.models.activated import Contexts, ask, check_two_passes, read_contexts
-from selfcal_lightning.models.causal_lm import Confidence, exclude_cudnn, forward_arguments, load_causal_lm
 from selfcal_lightning.models.chat_format import ChatFormat, load_tokenizer
 from selfcal_lightning.models.outputs import ModelOutputs, run_outputs
 from selfcal_lightning.models.packing import check_packed_equals_separate, runs_packed_rows
 from selfcal_lightning.models.sharded_loading import check_architecture
-from selfcal_lightning.models.speed import guess_speed
 from selfcal_lightning.training import settings
 from selfcal_lightning.training.batches import ScoredRows, SSCBatch
 from selfcal_lightning.training.checkpoints import check_base_model, check_trained
-from selfcal_lightning.training.memory_plan import RowSizes, plan_memory
 from selfcal_lightning.training.metrics import CalibrationMetrics
 from selfcal_lightning.training.model_parallel import AdapterModelParallelStrategy, join_forward, shard_like, trainer_of
 from selfcal_lightning.training.modules import ExportKind, ScoringModule, with_cosine
@@ -101,25 +98,25 @@ class CalibratedModel(ScoringModule, ABC):
         device = strategy.root_device
         shards = strategy.shards if isinstance(strategy, AdapterModelParallelStrategy) else 1
         rows, number = self._row_sizes(data), 1 + len(self.auxiliary)
-        memory = plan_memory(
+        memory = settings.plan_memory(
             self.adapter, self.memory, trains=trains, device=device, adapters=number, shards=shards, rows=rows
         )
         # The base model reads a row once; the query of an activated adapter is a small part of it.
         passes = 1.5 if self.activated else 4.0 if self.memory.gradient_checkpointing else 3.0
-        speed = guess_speed(self.base_model, revision=self.revision, device=device.type, passes=passes)
+        speed = causal_lm.guess_speed(self.base_model, revision=self.revision, device=device.type, passes=passes)
         lora, model = self.lora, self.base_model
         what = "all weights" if lora is None else f"LoRA of rank {lora.r} on {', '.join(lora.target_modules)}"
         others = f", with auxiliary {', '.join(self.auxiliary)}" if self.auxiliary else ""
         speeds = () if speed is None else (speed.over(trainer.world_size),)
         return Plan(model=(f"{model}, {what}{others}",), memory=(memory,), speed=speeds)
 
-    def _row_sizes(self, data: object) -> RowSizes | None:
+    def _row_sizes(self, data: object) -> settings.RowSizes | None:
         """Return the most tokens of a micro-batch; None if the data module sets no limit."""
         rows, most = getattr(data, "batch_size", None), getattr(data, "max_length", None)
         if not isinstance(rows, int) or not isinstance(most, int):
             return None
         query = min(most, len(self.query) // 3 + QUERY_TOKENS) if self.activated else most
-        return RowSizes(rows * most, rows * query)
+        return settings.RowSizes(rows * most, rows * query)
 
     def configure_model(self) -> None:
         """Load the base model and attach the adapter; every Trainer verb calls this, and only the first call loads."""
@@ -131,7 +128,7 @@ class CalibratedModel(ScoringModule, ABC):
         # The module itself still says that it is on the CPU: it is moved after this hook.
         strategy = None if trainer_of(self) is None else self.trainer.strategy
         device = self.device if strategy is None else strategy.root_device
-        exclude_cudnn(device)
+        causal_lm.exclude_cudnn(device)
         folders.model_folder(self.base_model, revision=self.revision)  # a model of the hub is hashed where it lies
         # Hashing reads the files: one process does it for all.
         first = strategy is None or strategy.is_global_zero
@@ -174,7 +171,7 @@ class CalibratedModel(ScoringModule, ABC):
                 )
 
     def _load_network(self, base_model: str, **loading: Any) -> PreTrainedModel:
-        return load_causal_lm(base_model, **loading)
+        return causal_lm.load_causal_lm(base_model, **loading)
 
     @classmethod
     def from_checkpoint(cls, path: str, *, base_model: str | None, dtype: str) -> Self:
@@ -242,7 +239,7 @@ class ConfidenceModel(CalibratedModel):
     def _is_normalised(self) -> bool:
         return self.losses.p_true == "normalised"
 
-    def confidence(self, batch: SSCBatch) -> Confidence:
+    def confidence(self, batch: SSCBatch) -> causal_lm.Confidence:
         """Return P(True) and its masses, read at the last token of the query."""
         return self._query_outputs(batch).confidence(self.chat.query, normalised=self._is_normalised)
 
@@ -257,7 +254,7 @@ class ConfidenceModel(CalibratedModel):
         return read_contexts(self.model, batch.input_ids, batch.attention_mask, tail=tail, trees=batch.trees)
 
     def _outputs(self, batch: SSCBatch, labels: Tensor) -> ModelOutputs:
-        arguments = forward_arguments(
+        arguments = causal_lm.forward_arguments(
             self.model, batch.input_ids, batch.attention_mask, trees=batch.trees, position_ids=batch.position_ids
         )
         return run_outputs(self.model, arguments, queries=batch.query_position, labels=labels, query=self.chat.query)

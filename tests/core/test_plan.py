@@ -26,12 +26,9 @@ from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.core.plan import Place, Plan, Sampling, Speed, Training, check_places, merge_plans, show_seconds
 from selfcal_lightning.inference.thresholds import fit_risk_threshold
 from selfcal_lightning.inference.voting import SelfConsistency
-from selfcal_lightning.models.causal_lm import WeightFiles
+from selfcal_lightning.models.causal_lm import SHARE_SAMPLING, WeightFiles
 from selfcal_lightning.models.folders import config_path, resolve_model
-from selfcal_lightning.models.lora import LoraSettings
-from selfcal_lightning.models.speed import SHARE_SAMPLING
-from selfcal_lightning.training.memory_plan import RowSizes, activation_bytes, plan_memory
-from selfcal_lightning.training.settings import AdapterSettings, MemorySettings
+from selfcal_lightning.training.settings import AdapterSettings, MemorySettings, RowSizes, activation_bytes, plan_memory
 
 TESTS = "[{name: id, task: word_problems, split: test_id, limit: 2}]"
 Usage = namedtuple("Usage", "total used free")
@@ -118,7 +115,7 @@ def test_other_verbs_that_sample_show_theirs(here: Path, planned: Callable[[list
 
 
 def test_the_time_is_that_of_the_tokens(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("selfcal_lightning.models.speed.multiply_rate", lambda _: 1e9)
+    monkeypatch.setattr("selfcal_lightning.models.causal_lm.multiply_rate", lambda _: 1e9)
     numbers = (WeightFiles.on_this_disk(resolve_model("bundled")) or pytest.fail("no bundled model")).num_weights
     sampled = 2 * numbers / 1e9 / SHARE_SAMPLING * 64_000 * 1_024  # seconds, at most
     run_generate(**nested(model="bundled", task="word_problems", store_dir="nowhere", check=True))

@@ -337,7 +337,7 @@ def plan_run(settings: GenerationSettings, questions: Sequence[Question] | None 
     model = name if settings.engine.adapter is None else f"{name} with the adapter {settings.engine.adapter}"
     speed = None
     if not settings.engine.is_remote and sampling.missing:
-        from selfcal_lightning.models.speed import guess_speed  # loads PyTorch
+        from selfcal_lightning.models.causal_lm import guess_speed  # loads PyTorch
 
         speed = guess_speed(settings.model, revision=settings.engine.revision)
     return Plan(

@@ -16,9 +16,8 @@ from selfcal_lightning.core.progress import say
 from selfcal_lightning.engines.transformers.prefixes import NestedRow, nested_batch, padded, shared_stems
 from selfcal_lightning.models import folders
 from selfcal_lightning.models.activated import adapter_asleep, load_sleeping_adapter
-from selfcal_lightning.models.causal_lm import evaluation_mode, without_cudnn
+from selfcal_lightning.models.causal_lm import evaluation_mode, is_slow_in_bfloat16, without_cudnn
 from selfcal_lightning.models.outputs import float32_logits
-from selfcal_lightning.models.speed import is_slow_in_bfloat16
 
 
 def exact_head(network: PreTrainedModel) -> AbstractContextManager[Any]:

@@ -25,8 +25,7 @@ from selfcal_lightning.core.plan import Plan, QuestionCount, Training
 from selfcal_lightning.data.store.shards import question_digest
 from selfcal_lightning.datamodules.plan import planned_steps, splits_of
 from selfcal_lightning.datamodules.ssc.sampler import LateDataLoader, epoch_position, limited_batches
-from selfcal_lightning.engines.hidden_states import LevelSettings, check_gives_hidden_states
-from selfcal_lightning.engines.settings import EngineSettings
+from selfcal_lightning.engines.settings import EngineSettings, LevelSettings, check_gives_hidden_states
 from selfcal_lightning.metrics.arrays import Floats
 from selfcal_lightning.records import Question, QuestionSamples, question_hash
 from selfcal_lightning.training.settings import check_literals

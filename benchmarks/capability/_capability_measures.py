@@ -35,8 +35,7 @@ from selfcal_lightning.data.store.annotations import question_values
 from selfcal_lightning.data.store.shards import question_digest
 from selfcal_lightning.data.tasks.registry import get_task
 from selfcal_lightning.engines.base import generate
-from selfcal_lightning.engines.hidden_states import LevelSettings, PromptStates
-from selfcal_lightning.engines.settings import EngineOptions
+from selfcal_lightning.engines.settings import EngineOptions, LevelSettings, PromptStates
 from selfcal_lightning.engines.transformers.engine import TransformersEngine
 from selfcal_lightning.evaluation.curves import powers_of_two
 from selfcal_lightning.evaluation.metrics import scored_responses

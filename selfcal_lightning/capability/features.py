@@ -15,8 +15,8 @@ from selfcal_lightning.core.progress import Progress
 from selfcal_lightning.data.store.features import FeatureFolder, feature_folder, tokens_digest
 from selfcal_lightning.data.store.manifest import StoreFingerprint
 from selfcal_lightning.engines.base import Engine
-from selfcal_lightning.engines.hidden_states import LevelSettings, PromptStates
 from selfcal_lightning.engines.opening import check_engine, open_engine, weights_dtype
+from selfcal_lightning.engines.settings import LevelSettings, PromptStates
 from selfcal_lightning.models.chat_format import USER_PROMPT, ChatFormat
 from selfcal_lightning.records import IMPORTED, Question
 

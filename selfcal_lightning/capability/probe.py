@@ -18,7 +18,7 @@ from selfcal_lightning.confidence.splits import FittedOn
 from selfcal_lightning.core.errors import InputError, unknown_name
 from selfcal_lightning.core.files import check_seal, json_object_or_none, sealed, write_atomically
 from selfcal_lightning.data.store.manifest import origin_differences
-from selfcal_lightning.engines.hidden_states import PromptStates
+from selfcal_lightning.engines.settings import PromptStates
 from selfcal_lightning.metrics.arrays import Floats
 from selfcal_lightning.records import QuestionSamples
 

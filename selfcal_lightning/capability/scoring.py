@@ -26,8 +26,7 @@ from selfcal_lightning.core.files import (
 from selfcal_lightning.data.store.annotations import QuestionAnnotation
 from selfcal_lightning.data.store.manifest import StoreFingerprint
 from selfcal_lightning.data.store.shards import question_digest
-from selfcal_lightning.engines.hidden_states import LevelSettings, check_gives_hidden_states
-from selfcal_lightning.engines.settings import EngineOptions
+from selfcal_lightning.engines.settings import EngineOptions, LevelSettings, check_gives_hidden_states
 from selfcal_lightning.models.folders import adapter_identity, read_manifest
 from selfcal_lightning.records import Question
 

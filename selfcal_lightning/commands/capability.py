@@ -28,9 +28,8 @@ from selfcal_lightning.core.progress import Stage, tell
 from selfcal_lightning.data.store.annotations import QuestionAnnotation
 from selfcal_lightning.data.store.shards import question_digest
 from selfcal_lightning.data.tasks.registry import load_some
-from selfcal_lightning.engines.hidden_states import LevelSettings, check_gives_hidden_states
 from selfcal_lightning.engines.sampling.plan import SamplePlan, check_plan_target
-from selfcal_lightning.engines.settings import EngineSettings
+from selfcal_lightning.engines.settings import EngineSettings, LevelSettings, check_gives_hidden_states
 from selfcal_lightning.evaluation.figures import save_figure
 from selfcal_lightning.inference.answering import default_task, read_questions
 from selfcal_lightning.metrics.arrays import Floats

@@ -22,9 +22,8 @@ from selfcal_lightning.core.progress import Stage, say, tell
 from selfcal_lightning.data.pools.recorded import load_recorded_pool
 from selfcal_lightning.data.store.features import feature_folder
 from selfcal_lightning.data.store.sample_store import SampleStore
-from selfcal_lightning.engines.hidden_states import check_gives_hidden_states
 from selfcal_lightning.engines.opening import check_engine, weights_dtype
-from selfcal_lightning.engines.settings import EngineSettings
+from selfcal_lightning.engines.settings import EngineSettings, check_gives_hidden_states
 from selfcal_lightning.inference import thresholds
 from selfcal_lightning.inference.registry import check_can_answer, make_strategy
 from selfcal_lightning.inference.vectorised import NUM_RESHUFFLES, SEED

@@ -18,10 +18,9 @@ from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.core.imports import check_installed
 from selfcal_lightning.core.progress import say
 from selfcal_lightning.data.tasks.registry import get_task
-from selfcal_lightning.engines.hidden_states import check_gives_hidden_states
 from selfcal_lightning.engines.opening import check_can_draw, check_engine, load_chat, open_engine
 from selfcal_lightning.engines.sampling.sampler import store_fingerprint
-from selfcal_lightning.engines.settings import EngineSettings
+from selfcal_lightning.engines.settings import EngineSettings, check_gives_hidden_states
 from selfcal_lightning.inference import choices
 from selfcal_lightning.inference.thresholds import FittedThreshold
 from selfcal_lightning.models.folders import read_manifest, resolve_model

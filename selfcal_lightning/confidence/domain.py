@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from selfcal_lightning.confidence.fitted_files import load_fitted, save_fitted
 from selfcal_lightning.core.errors import InputError
-from selfcal_lightning.engines.hidden_states import LevelSettings
+from selfcal_lightning.engines.settings import LevelSettings
 from selfcal_lightning.metrics.arrays import Floats
 from selfcal_lightning.records import Question
 

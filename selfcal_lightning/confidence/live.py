@@ -11,8 +11,7 @@ from selfcal_lightning.confidence.scoring_model import ModelSettings, ScoringMod
 from selfcal_lightning.confidence.splits import FittedOn, check_not_fitted_on
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.engines.base import Engine
-from selfcal_lightning.engines.hidden_states import check_gives_hidden_states
-from selfcal_lightning.engines.settings import EngineOptions
+from selfcal_lightning.engines.settings import EngineOptions, check_gives_hidden_states
 from selfcal_lightning.models.chat_format import ChatFormat
 from selfcal_lightning.records import Question, QuestionSamples, Sample
 

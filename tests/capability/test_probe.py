@@ -21,8 +21,7 @@ from selfcal_lightning.confidence.fitted_files import check_states_origin
 from selfcal_lightning.core.errors import InputError, RunError
 from selfcal_lightning.data.store.annotations import QuestionAnnotation, question_annotation_names
 from selfcal_lightning.data.store.features import FeatureFolder
-from selfcal_lightning.engines.hidden_states import PromptStates
-from selfcal_lightning.engines.settings import EngineSettings
+from selfcal_lightning.engines.settings import EngineSettings, PromptStates
 from selfcal_lightning.engines.transformers.engine import TransformersEngine
 from selfcal_lightning.metrics.discrimination import auroc, spearman
 from selfcal_lightning.models.chat_format import ChatFormat, load_tokenizer

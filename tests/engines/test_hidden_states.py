@@ -9,8 +9,7 @@ from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from selfcal_lightning.core.errors import InputError
-from selfcal_lightning.engines.hidden_states import LevelSettings, check_gives_hidden_states
-from selfcal_lightning.engines.settings import EngineSettings
+from selfcal_lightning.engines.settings import EngineSettings, LevelSettings, check_gives_hidden_states
 from selfcal_lightning.engines.transformers.engine import TransformersEngine
 from selfcal_lightning.engines.transformers.prompt_states import decoder_layers
 

@@ -11,8 +11,7 @@ from selfcal_lightning.data.store.features import tokens_digest
 from selfcal_lightning.data.store.manifest import StoreFingerprint
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.data.tasks.registry import load_some
-from selfcal_lightning.engines.hidden_states import LevelSettings
-from selfcal_lightning.engines.settings import EngineOptions
+from selfcal_lightning.engines.settings import EngineOptions, LevelSettings
 from selfcal_lightning.models.chat_format import ChatFormat, load_tokenizer
 from selfcal_lightning.models.folders import resolve_model, weights_sha256
 from selfcal_lightning.records import ModelIdentity, PromptIdentity, Question, QuestionSamples, Sample, SamplingSettings

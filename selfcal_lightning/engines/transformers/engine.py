@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from selfcal_lightning.core.errors import InputError, RunError, check_at_least
 from selfcal_lightning.engines.base import check_prompts, check_query, check_request, ends_with_query, response_room
-from selfcal_lightning.engines.hidden_states import LevelSettings, PromptStates
+from selfcal_lightning.engines.settings import LevelSettings, PromptStates
 from selfcal_lightning.engines.transformers.model import CachedModel, SlotCache, load_network
 from selfcal_lightning.engines.transformers.prefixes import chunks_of, nested_rows
 from selfcal_lightning.engines.transformers.prompt_states import read_prompt_states

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from selfcal_lightning.core.errors import InputError
-from selfcal_lightning.engines.hidden_states import LevelSettings, PromptStates
+from selfcal_lightning.engines.settings import LevelSettings, PromptStates
 from selfcal_lightning.engines.transformers.model import CachedModel
 from selfcal_lightning.engines.transformers.prefixes import chunks_of, padded
 from selfcal_lightning.models.causal_lm import evaluation_mode

@@ -1,14 +1,14 @@
 """Where the questions of a split come from, and the checks that keep splits apart."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from selfcal_lightning.confidence import splits
 from selfcal_lightning.core.errors import InputError
-from selfcal_lightning.data.tasks.base import Part
-from selfcal_lightning.data.tasks.registry import check_slice, load_source
+from selfcal_lightning.core.plan import QuestionCount
+from selfcal_lightning.data.tasks.registry import QuestionSlice, count_source, load_source
 from selfcal_lightning.models.chat_format import Prompt
 from selfcal_lightning.records import Question, duplicate_ids
 
@@ -16,34 +16,19 @@ WAY_OUT = "Use other splits or files, disjoint parts (`offset` and `limit`), or 
 
 
 @dataclass(frozen=True)
-class QuestionSource:
+class QuestionSource(QuestionSlice):
     """Questions of one task that take part in training, validation or test.
 
     Attributes:
-        task: Name of the task in ``selfcal_lightning.data.tasks.registry``.
-        split: Split of the task's data set.
-        path: Local file, of a ``local_...`` task in the format of ``data.tasks.rows``, else with the columns of the
-            task's hub data set; None reads the hub.
-        part: "train", "validation" or "calibration": the part of all these questions that is set aside for that by a
-            hash of their texts, 80, 10 and 10 %. None takes all.
-        limit: Takes only this many questions.
-        offset: Skips this many questions first, for example to keep validation apart in a data set without that split.
         share: Part of the training tuples that go to this task, in (0, 1]. State it for every source or for none; with
             none, all tasks get the same part. Sources of one task add up.
-        chain_of_thought: Asks for reasoning before the answer.
     """
 
-    task: str
     split: str = "train"
-    path: str | None = None
-    part: Part | None = None
-    limit: int | None = None
-    offset: int = 0
     share: float | None = None
-    chain_of_thought: bool = True
 
     def __post_init__(self) -> None:
-        check_slice(self.offset, self.limit)
+        super().__post_init__()
         if self.share is not None and not 0.0 < self.share <= 1.0:
             raise InputError(f"`share` must lie in (0, 1], but got {self.share}.")
 
@@ -87,3 +72,25 @@ def task_shares(sources: Sequence[QuestionSource]) -> dict[str, float]:
     if sum(shares.values()) > 1.0 + 1e-9:
         raise InputError(f"The shares must add up to at most 1, but got {sum(shares.values()):.4g}: {shares}.")
     return shares
+
+
+def splits_of(verb: str, predict_split: str) -> tuple[str, ...]:
+    """Return the splits that a verb of the Trainer reads; only `predict` reads ``predict_split``."""
+    return {"fit": ("train", "validation"), "validate": ("validation",), "test": ("test",)}.get(verb, (predict_split,))
+
+
+def count_questions(
+    sources: Mapping[str, list[QuestionSource]], splits: Sequence[str], known: Mapping[str, list[Question]] | None
+) -> tuple[QuestionCount, ...]:
+    counts: list[QuestionCount] = []
+    for split in splits:
+        if known is not None:
+            rows = [QuestionCount(split, question.task, 1) for question in known[split]]
+        else:
+            rows = [count_source(one, one.task, role=split) for one in sources[split]]
+        for task in dict.fromkeys(row.task for row in rows):
+            mine = [row for row in rows if row.task == task]
+            numbers = [row.number for row in mine]
+            total = None if None in numbers else sum(number or 0 for number in numbers)
+            counts.append(QuestionCount(split, task, total, is_limit=any(row.is_limit for row in mine)))
+    return tuple(counts)

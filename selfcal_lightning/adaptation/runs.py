@@ -15,8 +15,7 @@ from selfcal_lightning.core.progress import say
 from selfcal_lightning.data.store.overview import counted_samples
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.data.store.shards import question_digest
-from selfcal_lightning.data.tasks.base import Part
-from selfcal_lightning.data.tasks.registry import check_slice, load_source
+from selfcal_lightning.data.tasks.registry import QuestionSlice, load_source
 from selfcal_lightning.engines.sampling.running import GenerationSettings, sample_questions
 from selfcal_lightning.engines.settings import EngineSettings
 from selfcal_lightning.metrics.group_rewards import GroupReward, PoolTarget
@@ -26,35 +25,9 @@ from selfcal_lightning.records import Question, SamplingSettings
 TRANSDUCTIVE, INDUCTIVE, OUT_OF_DOMAIN = "transductive", "inductive", "out_of_domain"
 
 
-@dataclass(frozen=True)
-class QuestionSlice:
-    """Questions of one task.
-
-    Attributes:
-        task: Name of the task.
-        split: Split of the task's data set.
-        path: Local file of the questions; null reads the hub or, for generated tasks, makes them.
-        part: Takes only the part set aside for "train", "validation" or "calibration", by a hash of the text.
-        limit: Takes only this many questions; null takes all.
-        offset: Skips this many questions first.
-        chain_of_thought: Asks for reasoning before the answer.
-    """
-
-    task: str
-    split: str = "test"
-    path: str | None = None
-    part: Part | None = None
-    limit: int | None = None
-    offset: int = 0
-    chain_of_thought: bool = True
-
-    def __post_init__(self) -> None:
-        check_slice(self.offset, self.limit)
-
-    @property
-    def sampled(self) -> dict[str, Any]:
-        """Settings of a run that samples them; what is in its store is kept and extended."""
-        return {**asdict(self), "task": [self.task], "extend": True}
+def sampled(place: QuestionSlice) -> dict[str, Any]:
+    """Return the settings of a run that samples them; what is in its store is kept and extended."""
+    return {**asdict(place), "task": [place.task], "extend": True}
 
 
 def load_sets(slices: Mapping[str, QuestionSlice]) -> dict[str, list[Question]]:
@@ -241,7 +214,7 @@ class Evaluation:
         store = (self.adapted_dir if adapted else self.base_dir) / name / label
         adapter = str(self.adapter) if adapted else None
         own = GenerationSettings(
-            model=self.base_model, store_dir=str(store), **self.slices[name].sampled, store_split="test",
+            model=self.base_model, store_dir=str(store), **sampled(self.slices[name]), store_split="test",
             prompt=self.prompt, num_samples=num_samples, engine=self.engine.of(revision=self.revision, adapter=adapter),
             sampling=sampling, seed=self.seed, query=self.query,
         )  # fmt: skip

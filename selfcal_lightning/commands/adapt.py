@@ -120,7 +120,7 @@ def run_adapt(
     write_settings(folder / CONFIG, settings)
     if one.reward in ANNOTATIONS:  # round 0 and the statistics of its tokens, unless they are there
         own = GenerationSettings(
-            model=model, store_dir=str(folder / runs.SAMPLES), **questions.sampled, store_split="train",
+            model=model, store_dir=str(folder / runs.SAMPLES), **runs.sampled(questions), store_split="train",
             num_samples=num_samples, engine=engine.of(revision=revision), seed=seed, query=query, prompt=prompt,
             sampling=SamplingSettings(temperature=1.0, edt_scale=None, max_new_tokens=sampling.max_new_tokens),
         )  # fmt: skip

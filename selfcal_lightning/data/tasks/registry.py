@@ -1,5 +1,6 @@
 """All tasks by name. A new data set is a row of ``PUBLIC_DATASETS``, or a plug-in."""
 
+from dataclasses import dataclass
 from typing import Protocol
 
 from selfcal_lightning.core.errors import InputError, check_at_least
@@ -58,6 +59,34 @@ def check_slice(offset: int, limit: int | None) -> None:
     if limit is not None:
         check_at_least(1, limit=limit)
     check_at_least(0, offset=offset)
+
+
+@dataclass(frozen=True)
+class QuestionSlice:
+    """Questions of one task.
+
+    Attributes:
+        task: Name of the task.
+        split: Split of the task's data set.
+        path: Local file: questions for a `local_...` task, else rows with the columns of the task's hub data set. Null
+            reads the hub or, for generated tasks, makes the questions.
+        part: Takes only the part set aside for "train", "validation" or "calibration" (80, 10, 10 %, by a hash of the
+            text); null takes all.
+        limit: Takes only this many questions; null takes all.
+        offset: Skips this many questions first, such as to keep validation apart in a data set without that split.
+        chain_of_thought: Asks for reasoning before the answer.
+    """
+
+    task: str
+    split: str = "test"
+    path: str | None = None
+    part: Part | None = None
+    limit: int | None = None
+    offset: int = 0
+    chain_of_thought: bool = True
+
+    def __post_init__(self) -> None:
+        check_slice(self.offset, self.limit)
 
 
 for _dataset in (

@@ -153,14 +153,12 @@ def _look_until_there(meeting: Rendezvous, store: SampleStore, wanted: set[str],
     started = time.monotonic()
     patience = meeting.stall_timeout if meeting.world_size > 1 else 0.0
     while True:
-        problem: Exception
         try:
             if join:
                 store.join()
-            missing = wanted - store.question_ids(round=round)
-            if not missing:
+            if not (missing := wanted - store.question_ids(round=round)):
                 return
-            problem = RuntimeError(
+            problem: Exception = RuntimeError(
                 f"{store.path} lacks round {round} of {len(missing)} of {len(wanted)} questions, such as "
                 f"{min(missing)!r}. All processes must see one file system, and sample the same questions."
             )
@@ -424,8 +422,9 @@ class SSCGeneration(Callback):
         # First the checkpoints of this epoch's end: a run that continues from the one below does not reach it again.
         for checkpoint in trainer.checkpoint_callbacks:
             checkpoint.on_train_epoch_end(trainer, pl_module)
-        if not trainer.strategy.broadcast(rounds.adapter_folder(data.store_dir, data.round_of(following)).exists()):
-            trainer.save_checkpoint(rounds.checkpoint_file(data.store_dir, data.round_of(following)))
+        folder = rounds.adapter_folder(data.store_dir, data.round_of(following))
+        if not trainer.strategy.broadcast(folder.exists()):
+            trainer.save_checkpoint(folder.with_suffix(".ckpt"))
         # Where `ckpt_path: last` finds it: under "last..." in the folder of a ModelCheckpoint.
         folders = [one.dirpath for one in trainer.checkpoint_callbacks if isinstance(one, ModelCheckpoint)]
         if folders and folders[0]:

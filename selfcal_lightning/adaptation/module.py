@@ -20,7 +20,6 @@ from selfcal_lightning.models.lora import LoraSettings, adapter_state, set_adapt
 from selfcal_lightning.training import settings
 from selfcal_lightning.training.batches import SSCBatch
 from selfcal_lightning.training.calibrated_model import ConfidenceModel
-from selfcal_lightning.training.checkpoints import dropout_stream
 from selfcal_lightning.training.losses import row_means, share_of_step
 from selfcal_lightning.training.model_parallel import trainer_of
 from selfcal_lightning.training.modules import check_stated, needed_data, plain_settings
@@ -185,9 +184,8 @@ class TestTimeTrainingModule(ConfidenceModel):
         seed: int = 0,
     ) -> None:
         adapter = settings.AdapterSettings(
-            base_model, revision=revision, lora=lora, torch_dtype=torch_dtype, attn_implementation=attn_implementation,
-            query=query, prompt=prompt, seed=seed,
-        )  # fmt: skip
+            base_model, revision, lora, torch_dtype, attn_implementation, query, prompt, seed
+        )
         if adapter.lora is None or adapter.activated:
             got = "None" if adapter.lora is None else "an activated one"
             raise InputError(f"Expected `lora` to change the generator, but got {got}. Set `lora.activated: false`.")
@@ -255,8 +253,7 @@ class TestTimeTrainingModule(ConfidenceModel):
         if policy.reward != "none":
             self._take_up_round()
         behaviour, reference = self._earlier(batch)
-        at = (self.current_epoch, batch_idx, self.global_rank)
-        with dropout_stream(self.adapter.seed, *at, device=self.device):
+        with self.dropout_stream(batch_idx):
             outputs = self._outputs(batch, batch.label_position)
         p_true = outputs.p_true(self.chat.query, normalised=self._is_normalised)
         calibration = calibration_part(batch, p_true, self.losses)

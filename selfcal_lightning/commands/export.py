@@ -130,7 +130,7 @@ def _write_trained(
     say(f"Writing the {what} to {target}")
     exports.write_export(module, target, described=trained)
     for name, place in places.items():
-        own = cast("ConfidenceModel", module).describe_auxiliary(name)["hyper_parameters"]
+        own = cast("ConfidenceModel", module).describe(name)["hyper_parameters"]
         described = {**trained, "hyper_parameters": {**trained["hyper_parameters"], **own}}
         say(f"Writing the adapter {name!r}, an auxiliary one, to {place}")
         exports.write_export(module, place, described=described, auxiliary=name)

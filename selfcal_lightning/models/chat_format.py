@@ -247,7 +247,12 @@ class ChatFormat:
         control_tokens = sorted(added | set(tokenizer.all_special_tokens), key=len, reverse=True)
         self._control = re.compile("|".join(map(re.escape, [*control_tokens, _MARK_CHAR])))
         self._template: str = PLAIN_TEMPLATE if self.is_plain else tokenizer.get_chat_template()
-        self._folds_system = self._template_lacks_system_role()
+        self._folds_system = False
+        try:
+            roles = [Message("system", _SENTINEL), Message("user", "question")]
+            self._folds_system = _SENTINEL not in self._render(roles)
+        except ValueError:
+            self._folds_system = True
         rendered = self._render([Message("user", "question")])
         controls = [match.start() for match in self._control.finditer(rendered)]
         self._response_anchor = rendered[controls[-1] if controls else 0 :]  # the end of the generation prompt
@@ -319,14 +324,6 @@ class ChatFormat:
             roles = [turn["role"] for turn in turns]
             name = self.tokenizer.name_or_path
             raise InputError(f"Expected the template of {name!r} to accept the roles {roles}: {error}") from error
-
-    def _template_lacks_system_role(self) -> bool:
-        self._folds_system = False
-        probe = [Message("system", _SENTINEL), Message("user", "question")]
-        try:
-            return _SENTINEL not in self._render(probe)
-        except ValueError:
-            return True
 
     def _query_suffix(self) -> tuple[int, ...]:
         """Return the ids that follow an assistant's content when the query comes next."""

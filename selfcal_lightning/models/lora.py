@@ -63,7 +63,7 @@ def attach_lora(model: PreTrainedModel, settings: LoraSettings, *, seed: int = 0
     from peft import get_peft_model
 
     check_adaptable(model, settings)
-    with _own_stream(model.device, seed):
+    with own_stream(model.device, seed):
         # PEFT's own cast would change only some dtypes; the loop below is the one rule.
         adapted = get_peft_model(model, _lora_config(settings), autocast_adapter_dtype=False)
     _hold_in_float32(adapted)
@@ -72,7 +72,7 @@ def attach_lora(model: PreTrainedModel, settings: LoraSettings, *, seed: int = 0
 
 def add_lora(model: PeftModel, settings: LoraSettings, name: str, *, seed: int = 0) -> None:
     """Add an auxiliary trainable adapter to the model of ``attach_lora``, drawn as it would be alone."""
-    with _own_stream(model.device, seed):
+    with own_stream(model.device, seed):
         model.add_adapter(name, _lora_config(settings), autocast_adapter_dtype=False)
     for parameter_name, parameter in model.named_parameters():
         if f".{name}." in parameter_name:
@@ -94,7 +94,8 @@ def _lora_config(settings: LoraSettings) -> LoraConfig:
 
 
 @contextmanager
-def _own_stream(device: torch.device, seed: int) -> Iterator[None]:
+def own_stream(device: torch.device, seed: int) -> Iterator[None]:
+    """Seed what is drawn in the block, and leave the global generators as they were."""
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
         yield

@@ -24,12 +24,6 @@ OptimizerName = Literal["adamw", "adamw_8bit", "paged_adamw", "paged_adamw_8bit"
 CLASSES = {"adamw_8bit": "AdamW8bit", "paged_adamw": "PagedAdamW", "paged_adamw_8bit": "PagedAdamW8bit"}
 
 
-def check_installed(*, quantization: str | None, optimizer: str) -> None:
-    """Raise ImportError early if settings need bitsandbytes and it is not installed."""
-    if quantization is not None or optimizer in CLASSES:
-        import_bitsandbytes()
-
-
 def load_nf4_causal_lm(
     base_model: str,
     *,

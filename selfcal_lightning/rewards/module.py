@@ -34,7 +34,7 @@ from selfcal_lightning.rewards.reading import RewardFile
 from selfcal_lightning.training import settings
 from selfcal_lightning.training.batches import ResponseBatch, ScoredRows
 from selfcal_lightning.training.calibrated_model import CalibratedModel
-from selfcal_lightning.training.checkpoints import check_base_model, check_trained, dropout_stream
+from selfcal_lightning.training.checkpoints import check_base_model, check_trained
 from selfcal_lightning.training.losses import pinball_loss, row_means, share_of_step, soft_cross_entropy
 from selfcal_lightning.training.metrics import CalibrationMetrics
 from selfcal_lightning.training.model_parallel import callbacks_of, trainer_of
@@ -224,9 +224,8 @@ class QuantileRewardModule(CalibratedModel):
         seed: int = 0,
     ) -> None:
         adapter = settings.AdapterSettings(
-            base_model, revision=revision, lora=lora, torch_dtype=torch_dtype, attn_implementation=attn_implementation,
-            query=query, prompt=prompt, seed=seed,
-        )  # fmt: skip
+            base_model, revision, lora, torch_dtype, attn_implementation, query, prompt, seed
+        )
         if adapter.lora is not None and full:
             raise InputError("Expected `full` without `lora`, but got both.")
         if adapter.activated:
@@ -333,8 +332,7 @@ class QuantileRewardModule(CalibratedModel):
 
     def training_step(self, batch: RewardBatch, batch_idx: int) -> Tensor:
         """Return this micro-batch's share of the loss; undoes the averaging over processes and micro-batches."""
-        at = (self.current_epoch, batch_idx, self.global_rank)
-        with dropout_stream(self.adapter.seed, *at, device=self.device):
+        with self.dropout_stream(batch_idx):
             raw = self.raw_outputs(batch)
         entropy, pinball = reward_losses(raw, batch, self.levels)
         known = ~batch.place_target.isnan()

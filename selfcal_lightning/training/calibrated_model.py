@@ -1,7 +1,9 @@
 """The model that is calibrated: loaded with its adapter, checked, scored, and exported."""
 
+import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -28,7 +30,7 @@ from selfcal_lightning.training.batches import ScoredRows, SSCBatch
 from selfcal_lightning.training.checkpoints import check_base_model, check_trained
 from selfcal_lightning.training.metrics import CalibrationMetrics
 from selfcal_lightning.training.model_parallel import AdapterModelParallelStrategy, join_forward, shard_like, trainer_of
-from selfcal_lightning.training.modules import ExportKind, ScoringModule, with_cosine
+from selfcal_lightning.training.modules import ExportKind, ScoringModule, trained_parameters, with_cosine
 from selfcal_lightning.training.support import check_support
 
 QUERY_TOKENS = 16  # of the turns around a query
@@ -71,7 +73,8 @@ class CalibratedModel(ScoringModule, ABC):
         trainer, memory = trainer or trainer_of(self), self.memory
         if trainer is not None:  # an export needs neither the quantised base nor the optimiser
             check_support(trainer, memory, lora=self.lora is not None, auxiliary=bool(self.auxiliary))
-            quantization.check_installed(quantization=memory.quantization, optimizer=memory.optimizer)
+            if memory.quantization is not None or memory.optimizer in quantization.CLASSES:
+                quantization.import_bitsandbytes()
         folders.check_model_folder(self.base_model, option="base_model")
         if trainer is not None:
             self._check_dtype(trainer)
@@ -197,6 +200,11 @@ class CalibratedModel(ScoringModule, ABC):
 
     on_fit_start = on_validation_start = on_test_start = on_predict_start = _check_packing
 
+    def dropout_stream(self, batch_idx: int) -> AbstractContextManager[None]:
+        """Draw dropout from (seed, epoch, batch, rank), so that a resumed run equals an uninterrupted one."""
+        key = f"dropout/{self.adapter.seed}/{self.current_epoch}/{batch_idx}/{self.global_rank}"
+        return adapters.own_stream(self.device, int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big") >> 1)
+
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
         trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
         name, own = self.memory.optimizer, self.optimization
@@ -282,21 +290,19 @@ class ConfidenceModel(CalibratedModel):
     def export_kind(self) -> ExportKind:
         return "model" if self.lora is None else "adapter"
 
-    def save_export(self, folder: Path, *, state: Mapping[str, Tensor] | None = None) -> None:
+    def save_export(
+        self, folder: Path, *, state: Mapping[str, Tensor] | None = None, auxiliary: str | None = None
+    ) -> None:
         own = None if state is None else {name.removeprefix(PREFIX): value for name, value in state.items()}
+        chat = self.chat if auxiliary is None else self.chats[auxiliary]
         if self.lora is None:
             self.model.save_pretrained(folder, state_dict=own)
         else:
-            query_ids = self.chat.query.suffix_ids if self.activated else None
-            adapters.save_adapter(self.model, folder, state=own, revision=self.revision, invocation_ids=query_ids)
-        self.chat.tokenizer.save_pretrained(folder)
-
-    def save_auxiliary(self, name: str, folder: Path) -> None:
-        query_ids = self.chats[name].query.suffix_ids
-        adapters.save_adapter(
-            self.model, folder, revision=self.revision, invocation_ids=query_ids, name=adapter_name(name)
-        )
-        self.chat.tokenizer.save_pretrained(folder)
+            query_ids, name = chat.query.suffix_ids if self.activated else None, adapter_name(auxiliary)
+            adapters.save_adapter(
+                self.model, folder, state=own, revision=self.revision, invocation_ids=query_ids, name=name
+            )
+        chat.tokenizer.save_pretrained(folder)
 
     def merged(self) -> PreTrainedModel:
         """Return the model with its adapter merged. The module cannot be used afterwards."""
@@ -319,13 +325,11 @@ class ConfidenceModel(CalibratedModel):
         ranking = common.ranking if own.ranking is None else own.ranking
         return replace(common, loss=own.loss or common.loss, ranking=ranking)
 
-    def describe(self) -> dict[str, Any]:
-        return self._described(self.chat, self.query, self.losses)
-
-    def describe_auxiliary(self, name: str) -> dict[str, Any]:
-        return self._described(self.chats[name], self.auxiliary[name].query or self.query, self.losses_of(name))
-
-    def _described(self, chat: ChatFormat, query: str, losses: settings.LossSettings) -> dict[str, Any]:
+    def describe(self, auxiliary: str | None = None) -> dict[str, Any]:
+        chat, query, losses = self.chat, self.query, self.losses
+        if auxiliary is not None:
+            chat, losses = self.chats[auxiliary], self.losses_of(auxiliary)
+            query = self.auxiliary[auxiliary].query or query
         own = {"query": query, "loss": losses.loss, "ranking": losses.ranking}
         return {
             "base_model": dict(self.identity),
@@ -362,11 +366,8 @@ def load_exported(module: ConfidenceModel, folder: Path) -> None:
         )
     written = adapters.read_adapter_state(folder)
     # Auxiliary adapters are exported separately and score nothing here.
-    trained = {
-        name: value
-        for name, value in module.named_parameters()
-        if value.requires_grad and f".{AUXILIARY_PREFIX}" not in name
-    }
+    trainable = trained_parameters(module).items()
+    trained = {name: value for name, value in trainable if f".{AUXILIARY_PREFIX}" not in name}
     # The module calls it "model", and PEFT leaves the adapter's own name out of its file.
     names = {name: name.removeprefix(PREFIX).replace(".default.", ".") for name in trained}
     strange = [f"`{name}`" for name in ("use_rslora", "alpha_pattern") if config.get(name)]

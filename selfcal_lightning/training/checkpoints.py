@@ -1,12 +1,10 @@
 """Checkpoints: written atomically, read without running code, refused if they belong to another model or run."""
 
-import hashlib
 import random
 import re
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -37,7 +35,6 @@ def check_base_model(
 
 
 def check_trained(state: Mapping[str, Tensor], trained: Mapping[str, Tensor], *, settings: Mapping[str, Any]) -> None:
-    """Raise InputError unless a checkpoint holds exactly the trained parameters."""
     found = {name: tuple(value.shape) for name, value in state.items()}
     wanted = {name: tuple(value.shape) for name, value in trained.items()}
     differing = [
@@ -237,13 +234,3 @@ def gather_random_states(device: torch.device) -> list[dict[str, Any]]:
     states: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(states, mine)
     return states
-
-
-@contextmanager
-def dropout_stream(seed: int, epoch: int, batch_idx: int, rank: int, *, device: torch.device) -> Iterator[None]:
-    """Draw dropout from (seed, epoch, batch, rank), so that a resumed run equals an uninterrupted one."""
-    key = f"dropout/{seed}/{epoch}/{batch_idx}/{rank}"
-    derived = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big") >> 1
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.manual_seed(derived)
-        yield

@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from selfcal_lightning.confidence.domain import Domain
 from selfcal_lightning.core.errors import InputError
@@ -26,7 +26,6 @@ from selfcal_lightning.models import folders
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from selfcal_lightning.training.calibrated_model import ConfidenceModel
     from selfcal_lightning.training.modules import TrainedModule
 
 
@@ -299,7 +298,6 @@ def _is_place(value: Any) -> bool:
 
 
 PACKAGES = ("selfcal-lightning", "torch", "transformers", "peft", "lightning")
-OPTIONAL_PACKAGES = ("bitsandbytes",)
 
 
 def write_export(
@@ -319,10 +317,11 @@ def write_export(
 
     ``auxiliary`` names the auxiliary adapter to write instead; ``described`` replaces entries of the manifest.
     """
+    named: dict[str, Any] = {} if auxiliary is None else {"auxiliary": auxiliary}
     manifest = {
         "kind": module.export_kind,
         **({} if module.export_kind != "module" else {"module": class_path(type(module))}),
-        **(module.describe() if auxiliary is None else cast("ConfidenceModel", module).describe_auxiliary(auxiliary)),
+        **module.describe(**named),
         **(described or {}),
         "store": None if store is None else dict(store),
         # JSON has no nan: what is not defined is left out.
@@ -335,10 +334,7 @@ def write_export(
     reasons = reasons_to_keep(directory, manifest)
     kept = place_aside(directory) if reasons else None
     with replacing(directory, keep=kept) as folder:
-        if auxiliary is None:
-            module.save_export(folder, state=state)
-        else:
-            cast("ConfidenceModel", module).save_auxiliary(auxiliary, folder)
+        module.save_export(folder, state=state, **named)
         if domain is not None:
             domain.save(folder)
         describe_folder(folder, manifest)
@@ -349,7 +345,7 @@ def write_export(
 
 
 def versions() -> dict[str, str]:
-    found = [*PACKAGES, *(name for name in OPTIONAL_PACKAGES if is_installed(name))]
+    found = [*PACKAGES, *(["bitsandbytes"] if is_installed("bitsandbytes") else [])]
     return {name: importlib.metadata.version(name) for name in found}
 
 

@@ -30,11 +30,6 @@ def adapter_folder(store_dir: str | Path, round: int) -> Path:
     return Path(store_dir) / "adapters" / f"round-{round:03d}"
 
 
-def checkpoint_file(store_dir: str | Path, round: int) -> Path:
-    """Return the trainer's checkpoint written just before ``round`` was sampled."""
-    return Path(store_dir) / "adapters" / f"round-{round:03d}.ckpt"
-
-
 def keep_adapter(module: ConfidenceModel, store_dir: str | Path, *, round: int, training: str) -> Path:
     """Write the module's adapter as that of ``round`` unless it exists. Call it on one process."""
     folder = adapter_folder(store_dir, round)

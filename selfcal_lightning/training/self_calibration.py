@@ -24,7 +24,6 @@ from selfcal_lightning.models.quantization import OptimizerName, Quantization
 from selfcal_lightning.training import losses, settings
 from selfcal_lightning.training.batches import SSCBatch
 from selfcal_lightning.training.calibrated_model import ConfidenceModel, adapter_name
-from selfcal_lightning.training.checkpoints import dropout_stream
 from selfcal_lightning.training.modules import plain_settings, trained_parameters
 
 SMALLEST = 1e-6  # log-odds stay within +-13.8
@@ -57,10 +56,6 @@ def generation_part(batch: SSCBatch, token_losses: Tensor) -> Tensor:
     return losses.share_of_step(nll, batch.generation_weight, batch.generation_total)
 
 
-NAMES = (
-    "calibration", "generation", "confidence", "squares", "calibration_rows", "above_eta", "rows", "tokens", "slots",
-    "separate",
-)  # fmt: skip
 GIB = 2**30
 COLLAPSED, LAST_STEPS = 0.01, 5  # a smaller spread of the confidence in so many last steps tells nothing apart
 
@@ -88,28 +83,29 @@ class StepLog:
         """Add a micro-batch: its parts of both losses (scalars), P(True) [B], and the threshold of the targets."""
         calibrates, generates = batch.calibration_weight > 0, batch.generation_weight > 0
         real = calibrates | generates
-        values = (
-            calibration.detach(),
-            generation.detach(),
-            (confidence.detach() * calibrates).sum(),
-            (confidence.detach().double() ** 2 * calibrates).sum(),
-            calibrates.sum(),
-            math.nan if eta is None else (real & (batch.target > eta)).sum(),
-            real.sum(),
-            batch.attention_mask.sum(),
-            batch.attention_mask.numel(),
-            batch.separate_tokens,
-        )
+        values = {
+            "calibration": calibration.detach(),
+            "generation": generation.detach(),
+            "confidence": (confidence.detach() * calibrates).sum(),
+            "squares": (confidence.detach().double() ** 2 * calibrates).sum(),
+            "calibration_rows": calibrates.sum(),
+            "above_eta": math.nan if eta is None else (real & (batch.target > eta)).sum(),
+            "rows": real.sum(),
+            "tokens": batch.attention_mask.sum(),
+            "slots": batch.attention_mask.numel(),
+            "separate": batch.separate_tokens,
+        }
+        self._names = tuple(values)
         # In float64, since float32 cannot count above 2**24 tokens.
         zero = torch.zeros((), dtype=torch.float64, device=batch.input_ids.device)
-        sums = torch.stack([zero + value for value in values])
+        sums = torch.stack([zero + value for value in values.values()])
         self._sums = sums if self._sums is None else self._sums + sums
 
     def finish(self, strategy: Strategy, *, omega: float, lr: float) -> dict[str, float]:
         """Return the step's values by logged name (empty without micro-batches) and restart. One small collective."""
         if self._sums is None:
             return {}
-        sums = dict(zip(NAMES, strategy.reduce(self._sums, reduce_op="sum").tolist(), strict=True))
+        sums = dict(zip(self._names, strategy.reduce(self._sums, reduce_op="sum").tolist(), strict=True))
         seconds = max(self._seconds + time.perf_counter() - self._started, 1e-9)
         device = self._sums.device
         self.restart()
@@ -235,9 +231,8 @@ class SelfCalibrationModule(ConfidenceModel):
         seed: int = 0,
     ) -> None:
         adapter = settings.AdapterSettings(
-            base_model, revision=revision, lora=lora, torch_dtype=torch_dtype, attn_implementation=attn_implementation,
-            query=query, prompt=prompt, seed=seed,
-        )  # fmt: skip
+            base_model, revision, lora, torch_dtype, attn_implementation, query, prompt, seed
+        )
         memory = settings.MemorySettings(quantization, optimizer, gradient_checkpointing, recompute_above)
         if adapter.activated:
             given = dict(omega=omega, generation_loss=generation_loss, gradient_checkpointing=gradient_checkpointing)
@@ -272,9 +267,8 @@ class SelfCalibrationModule(ConfidenceModel):
         """Return this micro-batch's share of the loss; undoes the averaging over processes and micro-batches."""
         if self.memory.gradient_checkpointing:
             recompute_layers(self.model, batch.input_ids.numel() > self.memory.recompute_above)
-        at = (self.current_epoch, batch_idx, self.global_rank)
         # Every adapter has the stream that it would have alone; reading the contexts draws nothing.
-        stream = partial(dropout_stream, self.adapter.seed, *at, device=self.device)
+        stream = partial(self.dropout_stream, batch_idx)
         contexts = self._contexts(batch) if self.auxiliary else None
         with stream():
             calibration, generation, confidence = self._losses(batch, contexts)

@@ -95,7 +95,6 @@ def way_of(strategy: strategies.Strategy) -> Way:
 
 
 def support_table() -> str:
-    """Return the table as Markdown, for the README."""
     lines = [f"| | {' | '.join(WAYS)} |", "|---|" + "---|" * len(WAYS)]
     lines += [f"| {feature} | {' | '.join(row[way] for way in WAYS)} |" for feature, row in SUPPORT.items()]
     return "\n".join(lines)

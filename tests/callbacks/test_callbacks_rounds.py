@@ -24,7 +24,7 @@ from selfcal_lightning.engines.transformers.engine import TransformersEngine
 from selfcal_lightning.models.chat_format import ChatFormat, load_tokenizer
 from selfcal_lightning.models.folders import MANIFEST, list_files, read_manifest, weights_sha256
 from selfcal_lightning.models.lora import LoraSettings, adapter_difference, read_adapter_state
-from selfcal_lightning.training.rounds import AdapterMismatchError, adapter_folder, checkpoint_file
+from selfcal_lightning.training.rounds import AdapterMismatchError, adapter_folder
 from selfcal_lightning.training.self_calibration import SelfCalibrationModule
 
 LORA = LoraSettings(r=4, dropout=0.2, activated=False)
@@ -135,7 +135,7 @@ def test_resumed_runs_end_as_the_whole(tiny_model: str, whole: Whole, tmp_path: 
         copy_of_round_0(folder / "store", store)
         if name == "6":  # it needs the round of its epoch, whose adapter is kept
             shutil.copytree(adapter_folder(folder / "store", 1), adapter_folder(store, 1))
-    path = checkpoint_file(folder / "store", 1) if name == "round-001" else folder / f"{name}.ckpt"
+    path = adapter_folder(folder / "store", 1).with_suffix(".ckpt") if name == "round-001" else folder / f"{name}.ckpt"
     resumed = run(tiny_model, store, ckpt_path=path)
     assert largest_difference(trained_state(resumed), trained_state(module)) == 0.0
     for round in (1, 2):
@@ -184,7 +184,7 @@ def test_a_round_is_completed(tiny_model: str, whole: Whole, tmp_path: Path, cap
     assert record.fingerprint.model.adapter_sha256 == weights_sha256(str(kept))
     assert texts(store, 1) != texts(whole[0] / "store", 1)
     # Training went on with its own weights, not with those of the round.
-    own = torch.load(checkpoint_file(whole[0] / "store", 1), weights_only=True)["state_dict"]
+    own = torch.load(adapter_folder(whole[0] / "store", 1).with_suffix(".ckpt"), weights_only=True)["state_dict"]
     assert all(torch.equal(before[1][name], value) for name, value in own.items())
 
 

@@ -31,7 +31,7 @@ from selfcal_lightning.datamodules.questions import QuestionSource
 from selfcal_lightning.engines.settings import EngineSettings
 from selfcal_lightning.models.lora import LoraSettings, adapter_difference, adapter_state
 from selfcal_lightning.records import Question, SamplingSettings
-from selfcal_lightning.training.rounds import adapter_folder, checkpoint_file, keep_adapter
+from selfcal_lightning.training.rounds import adapter_folder, keep_adapter
 
 LORA = LoraSettings(r=4, alpha=8, dropout=0.0, activated=False)
 AT_ONE = SamplingSettings(temperature=1.0, edt_scale=None)
@@ -319,7 +319,7 @@ def test_the_guard_restores_what_a_rate_wrecks_also_after_a_kill(bundled_model: 
     assert guard.stopped
     assert wrecked.trainer.current_epoch == 1, "stopped after the first epoch"
     assert is_base(wrecked)
-    kept = checkpoint_file(tmp_path / "store", 1)
+    kept = adapter_folder(tmp_path / "store", 1).with_suffix(".ckpt")
     assert any(value.any() for name, value in torch.load(kept)["state_dict"].items() if "lora_B" in name)
     again = AdaptationGuard(questions=4)
     assert is_base(adapted(bundled_model, tmp_path, again, lr=0.3, ckpt_path=str(kept)))

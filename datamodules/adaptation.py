@@ -20,11 +20,11 @@ from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.data.store.shards import SampleIndex
 from selfcal_lightning.datamodules.ssc import tuples
 from selfcal_lightning.datamodules.ssc.collate import RowLayout, SSCCollator, TupleRows
-from selfcal_lightning.datamodules.ssc.mixture import EpochDraw, FloatArray, IntArray
-from selfcal_lightning.datamodules.ssc.sampler import LateDataLoader, MicroBatch
+from selfcal_lightning.datamodules.ssc.sampler import EpochDraw, LateDataLoader, MicroBatch
 from selfcal_lightning.datamodules.ssc.stored_data import Split, StoredDataModule
 from selfcal_lightning.datamodules.ssc.stored_rows import epoch_to_read, read_rounds
 from selfcal_lightning.metrics import group_rewards as label_free
+from selfcal_lightning.metrics.arrays import Floats, Integers
 from selfcal_lightning.metrics.consistency import soft_self_consistency
 from selfcal_lightning.models.lora import read_adapter_state
 from selfcal_lightning.records import Question, QuestionSamples
@@ -40,7 +40,7 @@ class PolicyCollator(SSCCollator):
         advantage = torch.as_tensor(np.nan_to_num(auxiliary[:, 0]), dtype=torch.float32)
         return PolicyBatch(advantage=advantage, **batch.__dict__)
 
-    def label_tokens(self, table: tuples.TupleTable) -> IntArray:
+    def label_tokens(self, table: tuples.TupleTable) -> Integers:
         """Return how many tokens of each row are learnt, [R]: those of its response, and the end of its turn."""
         suffix = self.chat.query.suffix_ids
         room = self.room_for_response(table.prompt_length)
@@ -245,7 +245,7 @@ class RolloutDataModule(StoredDataModule):
 
     def _taught(
         self, store: SampleStore, collator: PolicyCollator, round: int
-    ) -> tuple[tuples.TupleTable, tuple[FloatArray, FloatArray], np.ndarray, list[str]]:
+    ) -> tuple[tuples.TupleTable, tuple[Floats, Floats], np.ndarray, list[str]]:
         """Return the rows of a round, their weights, the numbers of those that teach, and notes on them."""
         index = self._read(store, collator, (round,), [ANNOTATIONS[self.reward]] if self.reward in ANNOTATIONS else [])
         target, notes = np.full(len(index), np.nan), []
@@ -264,7 +264,7 @@ class RolloutDataModule(StoredDataModule):
 
     def _advantages(
         self, store: SampleStore, collator: PolicyCollator, index: SampleIndex, round: int
-    ) -> tuple[FloatArray, str]:
+    ) -> tuple[Floats, str]:
         """Return the advantage of every row, nan without a reward or in a group of equal ones, [R], and a note."""
         _check_on_policy(store, round)
         entries, fusion = _entries(store, index, round, texts=self.reward == "equations"), None
@@ -307,7 +307,7 @@ class RolloutDataModule(StoredDataModule):
         values, reasons = read_targets(target, both, is_anchor, raw=raw)
         return values[~is_anchor], reasons[~is_anchor]
 
-    def _weights(self, table: tuples.TupleTable, collator: PolicyCollator) -> tuple[FloatArray, FloatArray]:
+    def _weights(self, table: tuples.TupleTable, collator: PolicyCollator) -> tuple[Floats, Floats]:
         """Return the weights of every row in the calibration loss and in the loss of its tokens, [R] each."""
         calibration = (~np.isnan(table.target)).astype(np.float64)
         if self.reward == "none":
@@ -316,7 +316,7 @@ class RolloutDataModule(StoredDataModule):
         tokens = collator.label_tokens(table) if self.normalise == "tokens" else np.ones(len(table))
         return calibration, learnt * tokens.astype(np.float64)
 
-    def _selected(self, table: tuples.TupleTable) -> FloatArray:
+    def _selected(self, table: tuples.TupleTable) -> Floats:
         """Return 1 for the responses of the selection, 0 for others, [R]."""
         if self.selection is None:
             return np.zeros(len(table))

@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch.utils.data import Dataset, Sampler
+from torch.utils.data import Sampler, TensorDataset
 
 from selfcal_lightning.capability import question_table as tables
 from selfcal_lightning.capability.features import PromptModel, feature_origin, open_features, read_features
@@ -23,8 +23,8 @@ from selfcal_lightning.confidence.splits import check_disjoint, leading_ids
 from selfcal_lightning.core.errors import InputError, check_at_least
 from selfcal_lightning.core.plan import Plan, QuestionCount, Training
 from selfcal_lightning.data.store.shards import question_digest
-from selfcal_lightning.datamodules.plan import planned_steps, splits_of
-from selfcal_lightning.datamodules.ssc.sampler import LateDataLoader, epoch_position, limited_batches
+from selfcal_lightning.datamodules.questions import splits_of
+from selfcal_lightning.datamodules.ssc.sampler import LateDataLoader, epoch_position, limited_batches, planned_steps
 from selfcal_lightning.engines.settings import EngineSettings, LevelSettings, check_gives_hidden_states
 from selfcal_lightning.metrics.arrays import Floats
 from selfcal_lightning.records import Question, QuestionSamples, question_hash
@@ -44,21 +44,10 @@ class ProbeRows:
         entries = [self.entries[row] for row in rows.tolist()]
         return ProbeRows(entries, self.features[rows], self.table.select(rows), self.target[rows])
 
-    def dataset(self, centre: Floats, scale: Floats) -> ProbeDataset:
+    def dataset(self, centre: Floats, scale: Floats) -> TensorDataset:
         columns = ((self.features - centre) / scale, self.target, self.table.num_correct)
         features, target, correct = (torch.as_tensor(column.astype(np.float32)) for column in columns)
-        return ProbeDataset(ProbeBatch(features, target, correct, torch.as_tensor(self.table.num_samples)))
-
-
-class ProbeDataset(Dataset[ProbeBatch]):
-    def __init__(self, rows: ProbeBatch) -> None:
-        self.rows = rows
-
-    def __len__(self) -> int:
-        return len(self.rows.target)
-
-    def __getitems__(self, rows: list[int]) -> ProbeBatch:
-        return ProbeBatch(*(column[rows] for column in self.rows))
+        return TensorDataset(features, target, correct, torch.as_tensor(self.table.num_samples))
 
 
 class EpochOrder(Sampler[list[int]]):
@@ -77,8 +66,9 @@ class EpochOrder(Sampler[list[int]]):
             yield order[place * self.batch_size : (place + 1) * self.batch_size]
 
 
-def _loader(dataset: Any, batches: Sampler[list[int]] | list[list[int]]) -> LateDataLoader:
-    return LateDataLoader(dataset, batch_sampler=batches, collate_fn=lambda batch: batch, generator=torch.Generator())
+def _loader(dataset: TensorDataset, batches: Sampler[list[int]] | list[list[int]]) -> LateDataLoader:
+    own = torch.Generator()
+    return LateDataLoader(dataset, batch_size=None, sampler=batches, collate_fn=ProbeBatch._make, generator=own)
 
 
 TRAIN, VALIDATION, TEST = "train", "validation", "test"
@@ -268,7 +258,7 @@ class ProbeDataModule(LightningDataModule):
         dataset = self._dataset(role)
         return _loader(dataset, [list(range(len(dataset)))])
 
-    def _dataset(self, role: str) -> ProbeDataset:
+    def _dataset(self, role: str) -> TensorDataset:
         module: Any = self.trainer.lightning_module if self.trainer is not None else None
         basis: ProbeBasis | None = self.basis or (None if module is None else module.basis)
         if basis is None:

@@ -15,8 +15,14 @@ import torch
 
 from selfcal_lightning.data.store.shards import StoredRow
 from selfcal_lightning.datamodules.ssc.collate import SSCCollator, TupleRows
-from selfcal_lightning.datamodules.ssc.mixture import NUM_BUCKETS, Mixture, build_pools
-from selfcal_lightning.datamodules.ssc.sampler import DealByPrompt, MicroBatch, group_by_question
+from selfcal_lightning.datamodules.ssc.sampler import (
+    NUM_BUCKETS,
+    DealByPrompt,
+    MicroBatch,
+    Mixture,
+    build_pools,
+    group_by_question,
+)
 from selfcal_lightning.models.chat_format import ChatFormat, load_tokenizer
 from selfcal_lightning.models.lora import LoraSettings, attach_lora
 from selfcal_lightning.models.packing import SEGMENTS, register_segment_attention

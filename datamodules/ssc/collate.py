@@ -13,13 +13,13 @@ from torch import Tensor
 
 from selfcal_lightning.core.errors import InputError, check_at_least
 from selfcal_lightning.data.store.shards import StoredRow
-from selfcal_lightning.datamodules.ssc.mixture import IntArray
 from selfcal_lightning.datamodules.ssc.sampler import MicroBatch
+from selfcal_lightning.metrics.arrays import Integers
 from selfcal_lightning.models.chat_format import ChatFormat
 from selfcal_lightning.models.packing import PrefixTree
 from selfcal_lightning.training.batches import SSCBatch
 
-Tokens = TypeVar("Tokens", int, IntArray)
+Tokens = TypeVar("Tokens", int, Integers)
 
 
 @dataclass(frozen=True)

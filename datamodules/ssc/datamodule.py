@@ -9,7 +9,7 @@ from selfcal_lightning.confidence.fusion import Fusion
 from selfcal_lightning.core.errors import InputError, check_at_least
 from selfcal_lightning.datamodules.ssc import tuples
 from selfcal_lightning.datamodules.ssc.collate import SSCCollator
-from selfcal_lightning.datamodules.ssc.mixture import NUM_BUCKETS, Mixture
+from selfcal_lightning.datamodules.ssc.sampler import NUM_BUCKETS, Mixture
 from selfcal_lightning.datamodules.ssc.stored_data import RoundRule, StoredDataModule
 from selfcal_lightning.models.folders import files_sha256
 

@@ -1,22 +1,174 @@
-"""Deal the rows of an optimiser step to micro-batches: by length, or so that responses share their prompt."""
+"""Which tuples make an epoch, and how its optimiser steps are dealt to micro-batches: by length, or by prompt.
+
+A task has two pools, one of them balanced over buckets of the target.
+"""
 
 import heapq
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.utils.data import DataLoader
 
 from selfcal_lightning.core.errors import InputError
-from selfcal_lightning.datamodules.ssc.mixture import EpochDraw, FloatArray, IntArray
+from selfcal_lightning.metrics.arrays import Floats, Integers
+from selfcal_lightning.metrics.consistency import consistency_bucket
 from selfcal_lightning.training.batches import SSCBatch
+
+NUM_BUCKETS = 20
+BoolArray = npt.NDArray[np.bool_]
+Wanted = dict[str, tuple[int, Sequence[int]]]  # by task, the rows of its generation pool and of each bucket
+
+
+@dataclass(frozen=True)
+class TaskPools:
+    generation: Integers
+    buckets: tuple[Integers, ...]
+
+
+COUNTED = ("rows", "drawn", "repeated", "missing")  # of a pool; the second counts a repeated row once
+
+
+@dataclass(frozen=True)
+class EpochDraw:
+    """The rows of one epoch, in the order of training."""
+
+    rows: Integers  # row numbers of the tuple table, [M]
+    calibration_weight: Floats  # 1 for rows of the calibration pool, 0 for generation samples, [M]
+    generation_weight: Floats  # 1 for generation samples; in the calibration pool [confident], or 0 when exact
+    counts: Mapping[str, Integers]  # by task, those of ``COUNTED`` for its generation pool and each bucket, [4, 1 + B]
+
+
+def build_pools(
+    target: Floats, task: Sequence[str], *, confident: BoolArray, tasks: Iterable[str], num_buckets: int
+) -> dict[str, TaskPools]:
+    known = ~np.isnan(target)
+    bucket = np.full(len(target), -1, dtype=np.int64)
+    values, place = np.unique(target[known], return_inverse=True)
+    bucket[known] = np.array([consistency_bucket(float(value), num_buckets) for value in values], dtype=np.int64)[place]
+    code = {name: index for index, name in enumerate(tasks)}
+    codes = np.array([code.get(name, -1) for name in task], dtype=np.int64)
+    return {
+        name: TaskPools(
+            generation=np.flatnonzero((codes == code[name]) & confident),
+            buckets=tuple(np.flatnonzero((codes == code[name]) & (bucket == index)) for index in range(num_buckets)),
+        )
+        for name in code
+    }
+
+
+def allocate(total: int, weights: Floats, capacity: Integers, rng: np.random.Generator) -> Integers:
+    """Share out ``total`` in proportion to ``weights``; what one part cannot take goes to the others."""
+    if total > int(capacity.sum()):
+        raise InputError(f"`total` {total} exceeds the capacity {int(capacity.sum())}.")
+    given = np.zeros(len(weights))
+    full = np.zeros(len(weights), dtype=bool)
+    while not full.all():
+        left = total - given[full].sum()
+        active = np.where(full, 0.0, weights)
+        if active.sum() <= 0.0:
+            active = np.where(full, 0.0, 1.0)
+        given = np.where(full, given, left * active / active.sum())
+        over = ~full & (given >= capacity)
+        if not over.any():
+            break
+        given = np.where(over, capacity, given)
+        full |= over
+    counts = np.floor(given + 1e-9).astype(np.int64)
+    order = np.lexsort((rng.random(len(counts)), -np.round(given - counts, 9)))
+    order = order[counts[order] < capacity[order]]
+    counts[order[: total - int(counts.sum())]] += 1
+    return counts
+
+
+@dataclass(frozen=True)
+class Mixture:
+    total_tuples: int
+    generation_ratio: float
+    shares: Mapping[str, float]
+    exact: bool = False
+    fill: bool = True
+    max_repeats: int = 4
+    num_buckets: int = NUM_BUCKETS
+
+    @property
+    def rows_per_epoch(self) -> int:
+        """Rows that an epoch plans for; known without the store."""
+        if self.fill:
+            return self.total_tuples
+        return sum(generation + sum(buckets) for generation, buckets in self.reference_counts().values())
+
+    def draw(self, pools: Mapping[str, TaskPools], confident: BoolArray, *, seed: int, epoch: int) -> EpochDraw:
+        """Draw the rows of an epoch; equal arguments give equal rows, in equal order."""
+        rng = np.random.default_rng([seed, epoch])
+        wanted = self._fill_counts(pools, rng) if self.fill else self.reference_counts()
+        generation: list[Integers] = []
+        calibration: list[Integers] = []
+        counts: dict[str, Integers] = {}
+        for name, (want_generation, want_buckets) in wanted.items():
+            held, want = (pools[name].generation, *pools[name].buckets), [want_generation, *want_buckets]
+            taken = [self._take(rows, number, rng) for rows, number in zip(held, want, strict=True)]
+            generation.append(taken[0])
+            calibration.extend(taken[1:])
+            sizes, got = (np.array([len(rows) for rows in each]) for each in (held, taken))
+            drawn = np.minimum(sizes, got)
+            counts[name] = np.stack([sizes, drawn, got - drawn, np.maximum(want - got, 0)])
+        # Both kinds are shuffled and interleaved evenly, so that every optimiser step holds its part of each.
+        kinds = [rng.permutation(np.concatenate(kind)) for kind in (calibration, generation)]
+        place = np.concatenate([(np.arange(len(kind)) + 0.5) / max(len(kind), 1) for kind in kinds])
+        order = np.argsort(place, kind="stable")
+        rows = np.concatenate(kinds)[order]
+        calibrates = (np.arange(len(place)) < len(kinds[0]))[order]
+        with_generation = np.zeros(len(rows), dtype=bool) if self.exact else confident[rows]
+        weight = np.where(calibrates, with_generation, 1.0)
+        return EpochDraw(rows, calibrates.astype(np.float64), generation_weight=weight, counts=counts)
+
+    def reference_counts(self) -> Wanted:
+        """Return what an epoch asks for, rounded as in the reference system."""
+        total, ratio, buckets = self.total_tuples, self.generation_ratio, self.num_buckets
+        return {
+            name: (int(total * ratio * share), [int(total * (1.0 - ratio) * share // buckets)] * buckets)
+            for name, share in self.shares.items()
+        }
+
+    def _fill_counts(self, pools: Mapping[str, TaskPools], rng: np.random.Generator) -> Wanted:
+        weights = np.array(list(self.shares.values()))
+        confident = np.array([len(pools[name].generation) for name in self.shares])
+        known = np.array([sum(map(len, pools[name].buckets)) for name in self.shares])
+        if not known.any():
+            raise InputError(f"The tasks {list(self.shares)} have no rows with a target.")
+        num_generation = round(self.total_tuples * self.generation_ratio) if confident.any() else 0
+        generation = self._share_out(num_generation, weights, confident, rng)
+        calibration = self._share_out(self.total_tuples - num_generation, weights, known, rng)
+        wanted: Wanted = {}
+        for index, name in enumerate(self.shares):
+            sizes = np.array([len(rows) for rows in pools[name].buckets])
+            buckets = self._share_out(int(calibration[index]), np.ones(self.num_buckets), sizes, rng)
+            wanted[name] = (int(generation[index]), buckets.tolist())
+        return wanted
+
+    def _share_out(self, total: int, weights: Floats, sizes: Integers, rng: np.random.Generator) -> Integers:
+        if total == 0:
+            return np.zeros(len(sizes), dtype=np.int64)
+        repeats = max(self.max_repeats, -(-total // int(sizes.sum())))
+        return allocate(total, weights, sizes * repeats, rng)
+
+    def _take(self, rows: Integers, count: int, rng: np.random.Generator) -> Integers:
+        """Take ``count`` rows at random: each once before any twice when filling, else at most all of them."""
+        if not self.fill:
+            count = min(count, len(rows))
+        passes = -(-count // len(rows)) if len(rows) else 0
+        taken = [rng.permutation(rows) for _ in range(passes)]
+        return np.concatenate([*taken, rows[:0]])[:count]
+
 
 Packing = Literal["shared_prefix", "auto", "off"]
 STRATA = 4
@@ -26,7 +178,7 @@ WORTH_PACKING = 0.05  # part of the tokens
 class Dealt(NamedTuple):
     """A micro-batch of one process: indices into the rows of the step, [B], and which are no fillers, bool, [B]."""
 
-    places: IntArray
+    places: Integers
     real: np.ndarray
 
 
@@ -34,11 +186,11 @@ class Dealt(NamedTuple):
 class DealByLength:
     """Micro-batches of ``batch_size`` rows of similar length, longest first; the shortest row fills up the last one."""
 
-    lengths: IntArray  # tokens of every row of the table, [R]
+    lengths: Integers  # tokens of every row of the table, [R]
     batch_size: int  # rows of a micro-batch
     token_budget: int | None = None  # most tokens of a micro-batch, its rows padded to the longest
 
-    def __call__(self, rows: IntArray, num_bins: int) -> list[Dealt]:
+    def __call__(self, rows: Integers, num_bins: int) -> list[Dealt]:
         longest = int(self.lengths[rows].max())
         _check_budget(self.token_budget, largest=self.batch_size * longest, longest=longest)
         order = np.argsort(-self.lengths[rows], kind="stable")
@@ -52,18 +204,18 @@ class DealByLength:
 class DealByPrompt:
     """Micro-batches of similar numbers of tokens, in which the responses to a question stand together."""
 
-    question: IntArray  # number of each row's question, [R]
-    prompt: IntArray  # tokens of each row's prompt, [R]
-    lengths: IntArray  # tokens of every row's prompt + response + query, [R]
+    question: Integers  # number of each row's question, [R]
+    prompt: Integers  # tokens of each row's prompt, [R]
+    lengths: Integers  # tokens of every row's prompt + response + query, [R]
     token_budget: int | None = None  # most tokens of a micro-batch
 
-    def __call__(self, rows: IntArray, num_bins: int) -> list[Dealt]:
+    def __call__(self, rows: Integers, num_bins: int) -> list[Dealt]:
         by_question = np.argsort(self.question[rows], kind="stable")
         trees = np.split(by_question, np.flatnonzero(np.diff(self.question[rows][by_question])) + 1)
         even = -(-sum(self.tokens(rows[tree]) for tree in trees) // num_bins)
         pieces = [piece for tree in trees for piece in self._cut(rows, tree, even)]
         loads = [self.tokens(rows[piece]) for piece in pieces]
-        bins: list[list[IntArray]] = [[] for _ in range(num_bins)]
+        bins: list[list[Integers]] = [[] for _ in range(num_bins)]
         heap = [(0, index) for index in range(num_bins)]
         for piece in np.argsort(-np.array(loads), kind="stable"):
             load, index = heapq.heappop(heap)
@@ -80,12 +232,12 @@ class DealByPrompt:
         _check_budget(self.token_budget, largest=largest, longest=int(self.lengths[rows].max()))
         return dealt
 
-    def tokens(self, rows: IntArray) -> int:
+    def tokens(self, rows: Integers) -> int:
         """Return the tokens of ``rows`` in one micro-batch, every prompt counted once."""
         _, first = np.unique(self.question[rows], return_index=True)
         return int((self.lengths[rows] - self.prompt[rows]).sum() + self.prompt[rows[first]].sum())
 
-    def _cut(self, rows: IntArray, tree: IntArray, even: int) -> list[IntArray]:
+    def _cut(self, rows: Integers, tree: Integers, even: int) -> list[Integers]:
         """Cut a tree into pieces of similar size, as many as the even parts that it comes nearest to filling.
 
         With a piece for each part that it touches, the larger half of trees of similar size would be cut in two.
@@ -102,7 +254,7 @@ class DealByPrompt:
 Dealer = DealByLength | DealByPrompt  # deals rows to ``num_bins`` micro-batches, heaviest first, none of them empty
 
 
-def group_by_question(draw: EpochDraw, question: IntArray, *, group_size: int, seed: int, epoch: int) -> EpochDraw:
+def group_by_question(draw: EpochDraw, question: Integers, *, group_size: int, seed: int, epoch: int) -> EpochDraw:
     """Return the draw in an order in which up to ``group_size`` responses to a question stand side by side."""
     if group_size == 1 or not len(draw.rows):
         return draw
@@ -120,7 +272,7 @@ def group_by_question(draw: EpochDraw, question: IntArray, *, group_size: int, s
     )
 
 
-def packed_summary(steps: Sequence[IntArray], micro_batches: Sequence[Sequence[Dealt]], dealer: DealByPrompt) -> str:
+def packed_summary(steps: Sequence[Integers], micro_batches: Sequence[Sequence[Dealt]], dealer: DealByPrompt) -> str:
     """Return in words what sharing prompts saves in an epoch; warn where that is next to nothing."""
     packed = [step[places[real]] for step, dealt in zip(steps, micro_batches, strict=True) for places, real in dealt]
     tokens = [dealer.tokens(rows) for rows in packed]
@@ -153,7 +305,7 @@ def _check_budget(token_budget: int | None, *, largest: int, longest: int) -> No
     )
 
 
-def _groups(rows: IntArray, question: IntArray, group_size: int, rng: np.random.Generator) -> list[IntArray]:
+def _groups(rows: Integers, question: Integers, group_size: int, rng: np.random.Generator) -> list[Integers]:
     """Return places of the draw by group; occurrences of one row go to different groups of its question."""
     shuffled = rng.permutation(len(rows))
     occurrence = np.empty(len(rows), dtype=np.int64)  # of its row: 0 the first time, 1 the second, ...
@@ -169,10 +321,10 @@ def _groups(rows: IntArray, question: IntArray, group_size: int, rng: np.random.
 class MicroBatch:
     """The rows of one process in one micro-step."""
 
-    rows: IntArray  # row numbers of the tuple table, [B]
+    rows: Integers  # row numbers of the tuple table, [B]
     real: np.ndarray  # false for the rows that fill up a short step, [B]
-    calibration_weight: FloatArray  # weight in the calibration loss, 0 for fillers, [B]
-    generation_weight: FloatArray  # weight in the generation loss, 0 for fillers, [B]
+    calibration_weight: Floats  # weight in the calibration loss, 0 for fillers, [B]
+    generation_weight: Floats  # weight in the generation loss, 0 for fillers, [B]
     calibration_total: float  # sum of the weights over the whole optimiser step, all processes
     generation_total: float
 
@@ -190,6 +342,14 @@ def epoch_position(trainer: Trainer) -> tuple[int, int | None]:
 def limited_batches(num_batches: int, limit: float) -> int:
     """Return how many batches of an epoch ``Trainer(limit_train_batches=limit)`` runs."""
     return min(num_batches, limit) if isinstance(limit, int) else int(num_batches * limit)
+
+
+def planned_steps(trainer: Trainer, each: int) -> tuple[int, int | None]:
+    """Return the optimiser steps of a run with ``each`` an epoch, and its epochs; one epoch where nothing ends it."""
+    epochs = None if trainer.max_epochs in (None, -1) else trainer.max_epochs
+    planned = [each * epochs] if epochs is not None else []
+    planned += [trainer.max_steps] if trainer.max_steps != -1 else []
+    return min(planned, default=each), epochs
 
 
 class LateDataLoader(DataLoader[SSCBatch]):
@@ -263,7 +423,6 @@ class OptimizerStepSampler:
             yield from self.micro_batches(epoch, start)
 
     def micro_batches(self, epoch: int, start: int = 0) -> Iterator[MicroBatch]:
-        """Yield this process's micro-batches of ``epoch`` from number ``start``."""
         draw = self.draw(epoch)
         edges = self._edges(draw)
         rows, dealt = self.steps(draw)  # all of them: what does not fit is refused before the epoch begins
@@ -277,13 +436,13 @@ class OptimizerStepSampler:
             for at, real in dealt[step][self.rank :: self.world_size][first:]:
                 yield MicroBatch(rows[step][at], real, calibration[at] * real, generation[at] * real, *totals)
 
-    def steps(self, draw: EpochDraw) -> tuple[list[IntArray], list[list[Dealt]]]:
+    def steps(self, draw: EpochDraw) -> tuple[list[Integers], list[list[Dealt]]]:
         """Return the rows of every step, and how they are dealt to the micro-batches of all processes."""
         edges = self._edges(draw)
         rows = [draw.rows[start:stop] for start, stop in pairwise(edges)]
         return rows, [self.deal(step, self.accumulate * self.world_size) for step in rows]
 
-    def _edges(self, draw: EpochDraw) -> IntArray:
+    def _edges(self, draw: EpochDraw) -> Integers:
         if len(draw.rows) < self.num_steps:
             raise InputError(
                 f"An epoch of {self.num_steps} optimiser steps needs at least one row for each, but got "
@@ -292,15 +451,10 @@ class OptimizerStepSampler:
         return np.arange(self.num_steps + 1) * len(draw.rows) // self.num_steps
 
 
-def rows_per_step(batch_size: int, trainer: Trainer | None) -> int:
-    """Return the rows of an optimiser step over all processes and micro-steps; without a trainer, of a micro-step."""
-    return batch_size if trainer is None else batch_size * trainer.accumulate_grad_batches * trainer.world_size
-
-
 def validation_batches(
-    question_index: IntArray,
-    lengths: IntArray,
-    weights: tuple[FloatArray, FloatArray],
+    question_index: Integers,
+    lengths: Integers,
+    weights: tuple[Floats, Floats],
     *,
     batch_size: int,
     rank: int,
@@ -320,6 +474,7 @@ def validation_batches(
     batches = []
     for start in range(0, most, batch_size):
         part = rows[start : start + batch_size]
-        own = [column[part] for column in weights]
-        batches.append(MicroBatch(part, np.ones(len(part), dtype=bool), *own, *(float(one.sum()) for one in own)))
+        calibration, generation = (column[part] for column in weights)
+        totals = float(calibration.sum()), float(generation.sum())
+        batches.append(MicroBatch(part, np.ones(len(part), dtype=bool), calibration, generation, *totals))
     return batches

@@ -10,26 +10,28 @@ from typing import Any, ClassVar, Literal, cast
 import numpy as np
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from selfcal_lightning.core.errors import InputError, RunError, check_at_least
-from selfcal_lightning.core.plan import Plan
+from selfcal_lightning.core.plan import Plan, Training
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.data.store.shards import SampleIndex, question_digest
-from selfcal_lightning.data.tasks.registry import get_task
-from selfcal_lightning.datamodules.plan import check_data, check_room, plan_data, splits_of
-from selfcal_lightning.datamodules.questions import QuestionSource, check_disjoint, load_questions, task_shares
+from selfcal_lightning.data.tasks.registry import check_source, get_task
+from selfcal_lightning.datamodules import questions as question_sources
+from selfcal_lightning.datamodules.questions import QuestionSource
 from selfcal_lightning.datamodules.ssc import sampler, stored_rows, tuples
 from selfcal_lightning.datamodules.ssc.collate import RowLayout
-from selfcal_lightning.datamodules.ssc.mixture import EpochDraw, Mixture, build_pools
-from selfcal_lightning.datamodules.ssc.sampler import LateDataLoader, Packing
+from selfcal_lightning.datamodules.ssc.sampler import EpochDraw, LateDataLoader, Mixture, Packing, build_pools
 from selfcal_lightning.datamodules.ssc.tuples import PTrueName, TargetRecipe, TupleDataset, TupleTable
 from selfcal_lightning.models import packing
 from selfcal_lightning.models.chat_format import DEFAULT_QUERY, ChatFormat, Prompt, load_tokenizer
-from selfcal_lightning.models.folders import load_config
+from selfcal_lightning.models.folders import is_on_disk, load_config
 from selfcal_lightning.records import Question
+from selfcal_lightning.training.model_parallel import callbacks_of, deals_rows_anew
 from selfcal_lightning.training.settings import check_literals
 
+PROMPTS_TRIED = 8
 Split = Literal["train", "validation", "test"]
 RoundRule = Literal["replace", "mix"]
 
@@ -105,11 +107,8 @@ class StoredDataModule(LightningDataModule, ABC):
     p_true: PTrueName = field(default="normalised", init=False)
     drop_none: bool = field(default=True, init=False)
     eta: float = field(default=0.75, init=False)
-    exact: bool = field(default=False, init=False)
     fill: bool = field(default=True, init=False)
     max_repeats: int = field(default=4, init=False)
-    teacher: str | None = field(default=None, init=False)
-    teacher_share: float = field(default=0.0, init=False)
 
     def __post_init__(self) -> None:
         super().__init__()
@@ -126,7 +125,7 @@ class StoredDataModule(LightningDataModule, ABC):
         self.allow_zero_length_dataloader_with_multiple_devices = True
         self.predict_index: SampleIndex | None = None  # by a batch's ``row``; None until the loader is built
         self._questions: dict[Split, list[Question]] = {}
-        self._planned: Any = None
+        self._planned: tuple[Any, Trainer | None] = None, None
         self._order: dict[str, Any] = {}  # what the order of rows depends on; empty before a sampler was made
         self._saved_order: dict[str, Any] = {}
 
@@ -185,15 +184,16 @@ class StoredDataModule(LightningDataModule, ABC):
     def questions(self, split: Split) -> list[Question]:
         if not self._questions:
             loaded: dict[Split, list[Question]] = {
-                role: load_questions(sources, role=role, prompt=self.prompt) for role, sources in self.sources.items()
+                role: question_sources.load_questions(sources, role=role, prompt=self.prompt)
+                for role, sources in self.sources.items()
             }
             for one, other in combinations(loaded, 2):
-                check_disjoint(loaded[one], loaded[other], roles=(one, other))
+                question_sources.check_disjoint(loaded[one], loaded[other], roles=(one, other))
             self._questions = loaded
         return self._questions[split]
 
     def splits(self, verb: str) -> tuple[Split, ...]:
-        return cast("tuple[Split, ...]", splits_of(verb, self.predict_split))
+        return cast("tuple[Split, ...]", question_sources.splits_of(verb, self.predict_split))
 
     def known_questions(self, verb: str) -> dict[Split, list[Question]] | None:
         """Return what a verb of the Trainer reads, by split; None where the hub would have to be asked."""
@@ -206,19 +206,65 @@ class StoredDataModule(LightningDataModule, ABC):
         """Refuse what would fail after hours of sampling; the store is not opened."""
         if self.trainer is None:
             return
-        check_data(self, stage, self.trainer)
+        self.check_run(stage, self.trainer)
         if self.shares_prefix():
             reader = self._module()
             packing.check_attention(None if reader is None else reader.attn_implementation)
         if stage == "fit":
             self.check_fit()
-        check_room(self, stage)
+        self._check_room(stage)
 
     def plan_run(self, verb: str, trainer: Trainer, module: LightningModule, data: object) -> Plan:
-        self._planned = module  # the trainer does not know it yet
+        self._planned = module, trainer  # the trainer does not know them yet
         if verb == "fit":
             self.check_fit()
-        return plan_data(self, verb, trainer)
+        self.check_run(verb, trainer)
+        known = self.known_questions(verb)
+        if known is not None and is_on_disk(self.base_model, revision=self.revision):
+            self._check_room(verb)
+        counts = question_sources.count_questions(self.sources, self.splits(verb), known)
+        if verb != "fit" or not (self.fill or self.sources["train"]):
+            return Plan(questions=counts)
+        accumulate = trainer.accumulate_grad_batches
+        batches = sampler.limited_batches(self.steps_per_epoch * accumulate, trainer.limit_train_batches)
+        steps, epochs = sampler.planned_steps(trainer, math.ceil(batches / accumulate))
+        return Plan(questions=counts, training=(Training(steps, self.rows_per_step, epochs, self.max_length),))
+
+    def check_run(self, verb: str, trainer: Trainer) -> None:
+        """Refuse missing sources, and trainers that would change the rows of a step or keep an old round's loader."""
+        for source in chain.from_iterable(self.sources.values()):
+            check_source(source, source.task)
+        if deals_rows_anew(trainer):
+            raise InputError(
+                f"Set `trainer.use_distributed_sampler: false` (`use_distributed_sampler=False` with "
+                f"{trainer.world_size} processes): Lightning would redistribute the rows and repeat some."
+            )
+        if any(isinstance(callback, GradientAccumulationScheduler) for callback in callbacks_of(trainer)):
+            raise InputError("Remove the GradientAccumulationScheduler: optimiser steps are planned ahead.")
+        if verb != "fit":
+            return
+        self.check_num_samples()
+        # Every epoch, whatever the interval: after a resume Lightning counts reloads from the epoch that it resumed in.
+        every: int = trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]
+        if self.regenerate_every_n_epochs is not None and every != 1:
+            raise InputError(
+                "Set `trainer.reload_dataloaders_every_n_epochs: 1` with `regenerate_every_n_epochs`: with "
+                f"{every}, training would go on with the rows of an earlier round."
+            )
+
+    def _check_room(self, verb: str) -> None:
+        chat = self.collator().chat
+        if chat is None:  # rows are written for another model; what does not fit is counted when it is read
+            return
+        query = len(chat.query.suffix_ids)
+        for split in self.splits(verb):
+            shortest = sorted(self.questions(split), key=lambda one: sum(len(turn.content) for turn in one.messages))
+            lengths = [len(chat.prompt_ids(question.messages)) for question in shortest[:PROMPTS_TRIED]]
+            if lengths and min(lengths) + query + 1 > self.max_length:
+                raise InputError(
+                    f"Raise `max_length` {self.max_length}: the shortest prompt of the split {split!r} takes "
+                    f"{min(lengths)} tokens and the query {query}, which leaves no room for a response."
+                )
 
     def round_of(self, epoch: int) -> int:
         """Return the newest generation round that ``epoch`` trains on."""
@@ -227,7 +273,9 @@ class StoredDataModule(LightningDataModule, ABC):
 
     @property
     def rows_per_step(self) -> int:
-        return sampler.rows_per_step(self.batch_size, self.trainer)
+        """Rows of an optimiser step over all processes and micro-steps; without a trainer, of a micro-step."""
+        trainer = self.trainer or self._planned[1]
+        return self.batch_size * (1 if trainer is None else trainer.accumulate_grad_batches * trainer.world_size)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -252,10 +300,10 @@ class StoredDataModule(LightningDataModule, ABC):
 
     def _module(self) -> Any:
         """Return the module that is trained or planned for; None before there is one."""
-        return self._planned if self.trainer is None else self.trainer.lightning_module
+        return self._planned[0] if self.trainer is None else self.trainer.lightning_module
 
     def _shares(self) -> dict[str, float]:
-        return task_shares(self.sources["train"])
+        return question_sources.task_shares(self.sources["train"])
 
     def _tuples_of_an_epoch(self) -> int:
         named = self.sources["train"]

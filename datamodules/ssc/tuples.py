@@ -19,8 +19,8 @@ from selfcal_lightning.core.errors import InputError, unknown_name
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.data.store.shards import SampleIndex, StoredRow
 from selfcal_lightning.datamodules.ssc.collate import RowLayout, TupleRows
-from selfcal_lightning.datamodules.ssc.mixture import COUNTED, BoolArray, EpochDraw, FloatArray, IntArray, TaskPools
-from selfcal_lightning.datamodules.ssc.sampler import MicroBatch
+from selfcal_lightning.datamodules.ssc.sampler import COUNTED, BoolArray, EpochDraw, MicroBatch, TaskPools
+from selfcal_lightning.metrics.arrays import Floats, Integers
 from selfcal_lightning.metrics.calibration import expected_calibration_error
 from selfcal_lightning.metrics.capability import agreeing_pairs, top_share
 from selfcal_lightning.metrics.consistency import leave_one_out, soft_self_consistency, vote_share
@@ -88,7 +88,7 @@ def check_auxiliary(
         )
 
 
-def _feature_columns(index: SampleIndex, features: Sequence[str]) -> FloatArray:
+def _feature_columns(index: SampleIndex, features: Sequence[str]) -> Floats:
     """Return the features of every row, nan where one is missing, [R, F]."""
     known = index.num_tokens > 0
     columns = {
@@ -115,7 +115,7 @@ AGREEMENT = frozenset(  # need several responses
     {"ssc", "consistency", "leave_one_out", "leave_one_out_ssc", "agreeing_pairs", "top_share"}
 )
 PTrueName = Literal["normalised", "raw"]
-Targets = tuple[FloatArray, np.ndarray]  # the target of every row or nan, the reason where there is none, both [R]
+Targets = tuple[Floats, np.ndarray]  # the target of every row or nan, the reason where there is none, both [R]
 LEAVE_ONE_OUT = frozenset({"leave_one_out", "leave_one_out_ssc"})
 NO_OTHER, UNTAUGHT = "no other readable response", "nothing for the teacher to read"
 NOT_THE_FIRST = "not the first response to its question"
@@ -127,13 +127,13 @@ class TupleTable:
     """Rows of one split with what training needs to know about them before it reads their tokens."""
 
     index: SampleIndex  # columns of the store, R rows sorted by question and sample
-    target: FloatArray  # target in [0, 1], nan where unknown, [R]
-    correct: FloatArray  # 1 right, 0 wrong, nan unknown, [R]
-    length: IntArray  # tokens of prompt + response + query, at most ``max_length``, [R]
-    prompt_length: IntArray  # tokens of the prompt alone, [R]
+    target: Floats  # target in [0, 1], nan where unknown, [R]
+    correct: Floats  # 1 right, 0 wrong, nan unknown, [R]
+    length: Integers  # tokens of prompt + response + query, at most ``max_length``, [R]
+    prompt_length: Integers  # tokens of the prompt alone, [R]
     num_cut: int = 0  # rows whose response is cut to fit ``max_length``
     dropped: Counter[tuple[str, str]] = field(default_factory=Counter)  # number of rows left out, by (task, reason)
-    auxiliary: FloatArray | None = None  # targets of the K auxiliary adapters, nan where unknown, [R, K]
+    auxiliary: Floats | None = None  # targets of the K auxiliary adapters, nan where unknown, [R, K]
 
     def __len__(self) -> int:
         return len(self.target)
@@ -199,7 +199,7 @@ def compute_targets(index: SampleIndex, *, target: str, p_true: PTrueName, drop_
     return values, reasons
 
 
-def _reasons(target: str, readable: np.ndarray, made_of: FloatArray) -> np.ndarray:
+def _reasons(target: str, readable: np.ndarray, made_of: Floats) -> np.ndarray:
     """Return why each response to a question would have no target, [n]."""
     if target in BEFORE_ANSWERING:
         first = "no label" if target == "expected_accuracy" else NO_OTHER
@@ -239,7 +239,7 @@ def make_table(
     index: SampleIndex,
     collator: RowLayout,
     made: Sequence[Targets],
-    lengths: tuple[IntArray, IntArray] | None = None,
+    lengths: tuple[Integers, Integers] | None = None,
 ) -> tuple[TupleTable, np.ndarray]:
     """Return the table of all rows that fit, and for each the reason why it has no target ("" where it has one)."""
     prompt, response = known_lengths(store, index, collator) if lengths is None else lengths
@@ -257,7 +257,7 @@ def make_table(
     return table.select(fits, too_long), reasons[fits]
 
 
-def known_lengths(store: SampleStore, index: SampleIndex, collator: RowLayout) -> tuple[IntArray, IntArray]:
+def known_lengths(store: SampleStore, index: SampleIndex, collator: RowLayout) -> tuple[Integers, Integers]:
     prompt, response = index.num_prompt_tokens.copy(), index.num_tokens.copy()
     unknown = np.flatnonzero((prompt < 0) | (response < 0))
     encoded: dict[str, int] = {}

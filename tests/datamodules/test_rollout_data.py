@@ -17,7 +17,6 @@ from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.data.store.overview import counted_samples
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.datamodules.adaptation import RolloutDataModule
-from selfcal_lightning.datamodules.plan import check_data
 from selfcal_lightning.records import Question, SamplingSettings
 
 AT_ONE = SamplingSettings(temperature=1.0, edt_scale=None)
@@ -174,7 +173,7 @@ def test_a_selection_is_learnt_as_it_is(pool: Pool, plain: str, tmp_path: Path) 
     """One response to each question that is kept, at any sampling; the others carry no likelihood."""
     run_select(plain, str(tmp_path / "selection"), pick="share", keep="share", keep_count=5)
     learnt = {"reward": "none", "selection": str(tmp_path / "selection")}
-    check_data(data_of(pool, plain, num_samples=1, **learnt), "fit", quiet_trainer())
+    data_of(pool, plain, num_samples=1, **learnt).check_run("fit", quiet_trainer())
     data = data_of(pool, plain, **learnt)
     (batch,) = batches(data)
     assert data.steps_per_epoch == 1

@@ -6,12 +6,17 @@ import numpy as np
 import pytest
 from support.house import Vectors
 
-from selfcal_lightning.datamodules.ssc.mixture import NUM_BUCKETS, EpochDraw, Mixture, TaskPools, allocate, build_pools
 from selfcal_lightning.datamodules.ssc.sampler import (
+    NUM_BUCKETS,
     DealByLength,
     DealByPrompt,
+    EpochDraw,
     MicroBatch,
+    Mixture,
     OptimizerStepSampler,
+    TaskPools,
+    allocate,
+    build_pools,
     group_by_question,
     limited_batches,
     packed_summary,

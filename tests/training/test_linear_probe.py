@@ -88,8 +88,8 @@ def test_lbfgs_finds_the_least_of_its_function(store: Path) -> None:
     settings = {"optimizer": "lbfgs", "lr": 1.0, "schedule": "constant", "weight_decay": 0.05}
     module = trained(store, {"batch_size": None}, epochs=10, **settings)
     data.setup("fit")
-    rows = data._rows["train"].dataset(data.basis.centre, data.basis.scale).rows
-    x, y = rows.features.double().numpy(), rows.target.double().numpy()
+    columns = data._rows["train"].dataset(data.basis.centre, data.basis.scale).tensors
+    x, y = (column.double().numpy() for column in columns[:2])
 
     def loss(w: np.ndarray) -> float:
         z = x @ w[1:] + w[0]

@@ -315,8 +315,8 @@ class StoredDataModule(LightningDataModule, ABC):
         store, collator = self._store(), self.collator()
         epoch = stored_rows.epoch_to_read(self.trainer)
         newest = self.round_of(epoch)
-        mixes = self.regenerate_every_n_epochs is not None and self.round_rule == "mix"
-        read = self._build(store, collator, "train", range(newest + 1) if mixes else (newest,), self.recipes())
+        rounds = range(newest + 1) if self.round_rule == "mix" else (newest,)
+        read = self._build(store, collator, "train", rounds, self.recipes())
         table = stored_rows.keep_targets(*read, target=self.row_target)
         mixture = self.mixture(self._shares() or dict.fromkeys(table.index.task, 1.0 / len(set(table.index.task))))
         confident, tasks = table.confident(self.eta), table.index.task.tolist()

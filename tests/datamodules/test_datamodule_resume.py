@@ -233,6 +233,12 @@ def test_every_epoch_reads_its_round(
     assert recorder.rounds == expected
 
 
+@pytest.mark.parametrize(("rule", "rounds"), [("replace", {1}), ("mix", {0, 1})])
+def test_a_fixed_round_is_mixed_with_those_before_it(pool: Pool, rounds_dir: str, rule: str, rounds: set[int]) -> None:
+    files = pool.data(rounds_dir, round=1, round_rule=rule).train_dataloader().dataset.table.index.files
+    assert {int(re.search(r"round-(\d+)", file)[1]) for file in files} == rounds
+
+
 def test_mixed_targets_count_the_samples_of_all_rounds_by_hand(pool: Pool) -> None:
     rounds = [[("7", 0.75), ("8", 0.25), (None, 0.5)], [("9", 0.5), ("7", 0.5), ("7", 0.25)]]
     for round, answers in enumerate(rounds):

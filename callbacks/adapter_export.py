@@ -10,7 +10,7 @@ from contextlib import nullcontext
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
@@ -72,7 +72,7 @@ class AdapterExport(Callback):
         self._folder, self._best_folder = Path(), Path()
         self._training: dict[str, Any] = {}
         self._validated: int | None = None  # the step of the last validation, which `callback_metrics` are of
-        self._store_dir: str | None = None
+        self._data: SampledData = None
         self._tasks: list[str] | None = None
         self._base_domain: Domain | None = None
 
@@ -90,7 +90,7 @@ class AdapterExport(Callback):
 
     def _check(self, module: TrainedModule, data: SampledData) -> None:
         check_defines(module, TrainedModule, "save_export", who="AdapterExport")
-        self._store_dir = None if data is None else data.store_dir
+        self._data = data
         best = [] if self.monitor is None else [self._best_folder]
         for folder in (self._folder, *best, *self._folders_auxiliary(module).values()):
             check_output(folder, kinds=TRAINED, overwrite=True, others=True)
@@ -166,18 +166,18 @@ class AdapterExport(Callback):
                 self._export_auxiliary(pl_module, name, folder)
 
     def _is_written(self, folder: Path) -> bool:
-        """Return whether a folder has the export of this run, after as many steps."""
         manifest = read_manifest(folder) or {}
         steps = (manifest.get("training") or {}).get("steps")
         return self.run is not None and (manifest.get("run"), steps) == (self.run, self._training["steps"])
 
     def _domain(self, module: TrainedModule) -> Domain | None:
         """Return what the training prompts look like to the model, so that unlike questions are noticed."""
-        if self._store_dir is None or not isinstance(module, SelfCalibrationModule) or is_sharded(module):
+        if self._data is None or not isinstance(module, SelfCalibrationModule) or is_sharded(module):
             return None
         if self._base_domain is not None:
             return self._base_domain
-        groups = islice(SampleStore(self._store_dir).samples(split="train"), MOST)
+        learnt, stored = self._learnt(self._data), SampleStore(self._data.store_dir).samples(split="train")
+        groups = islice((group for group in stored if learnt is None or group.question.id in learnt), MOST)
         prompts = [module.chat.prompt_ids(group.question.messages) for group in groups if group.question.messages]
         if len(prompts) < FEWEST:
             return None
@@ -191,6 +191,13 @@ class AdapterExport(Callback):
         if module.activated:  # the base model reads the prompts, which does not change
             self._base_domain = domain
         return domain
+
+    @staticmethod
+    def _learnt(data: StoredDataModule | ProbeDataModule) -> set[str] | None:
+        """Return the ids of the training questions; None where all of the store are. It may hold others."""
+        if not data.sources["train"]:
+            return None
+        return {question.id for question in cast("StoredDataModule", data).questions("train")}
 
     def _export_auxiliary(self, module: TrainedModule, name: str, folder: Path) -> None:
         """Export an auxiliary adapter as if it had been trained alone."""
@@ -215,15 +222,17 @@ class AdapterExport(Callback):
 
     def _facts(self, module: TrainedModule) -> dict[str, Any]:
         facts = {"run": self.run, "training": self._training, "domain": self._domain(module)}
-        if self._store_dir is None:
+        if (data := self._data) is None:
             return facts
-        store = SampleStore(self._store_dir)
+        store = SampleStore(data.store_dir)
         rounds = store.manifest.rounds
         sampling = rounds[0].fingerprint.sampling if 0 in rounds else None
         if self._tasks is None:  # the whole index is read for it, and no export of a run changes it
-            self._tasks = sorted(set(store.index(split="train").task.tolist()))
+            index, learnt = store.index(split=getattr(data, "train_split", "train")), self._learnt(data)
+            rows = zip(index.task.tolist(), index.question_id.tolist(), strict=True)
+            self._tasks = sorted({task for task, name in rows if learnt is None or name in learnt})
         described = {
-            "path": self._store_dir,
+            "path": data.store_dir,
             "digests": {str(number): record.digest for number, record in rounds.items()},
             "sampling": None if sampling is None else asdict(sampling),
             "tasks": self._tasks,

@@ -2,12 +2,14 @@ import json
 import shutil
 from datetime import datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from peft import PeftModel
 from support.other_models import plain_copy
+from support.store_samples import make_store, write
 from support.trainers import SaveAt
 from support.training_runs import data_module, module_of, trainer_with
 from transformers import AutoModelForCausalLM
@@ -16,6 +18,7 @@ from selfcal_lightning.callbacks.adapter_export import AdapterExport
 from selfcal_lightning.confidence.domain import FILE
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.models.folders import MANIFEST, check_files, list_files, read_manifest
+from selfcal_lightning.records import Message, Question
 from selfcal_lightning.training.self_calibration import SelfCalibrationModule
 
 IDS = torch.arange(10, 34).view(2, 12)
@@ -203,3 +206,23 @@ def test_the_domain_is_exported(tiny_model: str, store: Path, tmp_path: Path, mo
             assert FILE in read_manifest(each)["files"]
             assert (each / FILE).read_bytes() == (folder / FILE).read_bytes(), "the base model reads the prompts"
     assert not list(tmp_path.glob("adapter-2*")), "the same training is replaced"
+
+
+def test_the_tasks_are_those_of_the_questions_that_are_trained_on(tmp_path: Path) -> None:
+    """A store may hold more for training: other sources sampled into it, or a probe is trained on another split."""
+    asked = [Message("user", "1 + 1?")]
+    questions = [Question(task, task, tuple(asked)) for task in ("gsm8k", "svamp")]
+    store = make_store(tmp_path / "store")
+    write(store, questions)
+    write(store, [Question("other", "sciq", (Message("user", "Which?"),))], part="b", split="calibration")
+    store.join()
+    place = {"store_dir": str(store.path)}
+    named = {"sources": {"train": ["gsm8k"]}, "questions": lambda split: questions[:1]}
+    for data, tasks in (
+        (SimpleNamespace(sources={"train": []}, **place), ["gsm8k", "svamp"]),
+        (SimpleNamespace(**named, **place), ["gsm8k"]),
+        (SimpleNamespace(sources={"train": ()}, train_split="calibration", **place), ["sciq"]),
+    ):
+        callback = AdapterExport(str(tmp_path / "adapter"))
+        callback._data = data
+        assert callback._facts(None)["store"]["tasks"] == tasks

@@ -17,9 +17,10 @@ from selfcal_lightning.core.progress import say
 from selfcal_lightning.data.store.annotations import Annotation
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.data.store.shards import SampleIndex
+from selfcal_lightning.engines.sampling.sampler import part_name
 from selfcal_lightning.training.batches import ScoredRows
 from selfcal_lightning.training.model_parallel import callbacks_of, data_module_of
-from selfcal_lightning.training.modules import ScoringModule, check_defines, needed_data
+from selfcal_lightning.training.modules import ScoringModule, check_defines, needed_data, trained_parameters
 
 
 class ConfidenceWriter(Callback):
@@ -72,7 +73,9 @@ class ConfidenceWriter(Callback):
                 "`--ckpt_path` or `--adapter` for a calibrated one."
             )
         self._annotation = Annotation(data.store_dir, self.name)
-        self._origin = prediction_origin(pl_module, max_length=data.max_length)
+        # The trained weights are named by their sha256, since a checkpoint may be overwritten, or training continue.
+        trained = {"trained_sha256": trained_sha256(pl_module), "max_length": data.max_length}
+        self._origin = pl_module.confidence_origin() | trained
         self._annotation.check_origin(self._origin, overwrite=self.overwrite)
         self._run = trainer.strategy.broadcast(uuid.uuid4().hex[:12])
         self._rows, self._values = [], []
@@ -90,12 +93,12 @@ class ConfidenceWriter(Callback):
         shards = SampleStore(data.store_dir).manifest.shards
         index = scored.select(rows)
         annotation = cast("Annotation", self._annotation)  # set in `on_predict_start`
-        annotation.write_part(self._run, _part(trainer.global_rank, trainer.world_size), index, values, shards)
+        annotation.write_part(self._run, part_name((trainer.global_rank, trainer.world_size)), index, values, shards)
         trainer.strategy.barrier("ConfidenceWriter: all parts are written")
         if trainer.is_global_zero:
             num_rows = annotation.publish(
                 self._run,
-                [_part(rank, trainer.world_size) for rank in range(trainer.world_size)],
+                [part_name((rank, trainer.world_size)) for rank in range(trainer.world_size)],
                 origin=self._origin,
                 details={  # worth knowing about a run, and without effect on its values up to rounding
                     "split": data.predict_split,
@@ -118,21 +121,14 @@ class ConfidenceWriter(Callback):
         trainer.strategy.barrier("ConfidenceWriter: the run is published")
 
 
-def prediction_origin(module: ScoringModule, *, max_length: int) -> dict[str, Any]:
-    """Return what the confidences of ``module`` depend on, as plain JSON types. A collective if it is sharded."""
-    # The trained weights are named by their sha256, since a checkpoint may be overwritten, or training continue.
-    return {**module.confidence_origin(), "trained_sha256": trained_sha256(module), "max_length": max_length}
-
-
 def trained_sha256(module: Any) -> str:
-    """Return the sha256 over the names and float32 values of the parameters that are trained."""
+    """Return the sha256 over the names and float32 values of the trained parameters. A collective if sharded."""
     digest = hashlib.sha256()
-    for name, parameter in sorted(module.named_parameters()):
-        if parameter.requires_grad:
-            value = parameter.detach()
-            whole = value.full_tensor() if isinstance(value, DTensor) else value
-            digest.update(name.encode())
-            digest.update(whole.float().cpu().contiguous().numpy().data)
+    for name, parameter in sorted(trained_parameters(module).items()):
+        value = parameter.detach()
+        whole = value.full_tensor() if isinstance(value, DTensor) else value
+        digest.update(name.encode())
+        digest.update(whole.float().cpu().contiguous().numpy().data)
     return digest.hexdigest()
 
 
@@ -145,7 +141,3 @@ def _scored(trainer: Trainer) -> tuple[Any, SampleIndex]:
     if data.predict_index is None:
         raise InputError("ConfidenceWriter needs a data module over a sample store, but got none.")
     return data, data.predict_index
-
-
-def _part(rank: int, world_size: int) -> str:
-    return f"rank-{rank}-of-{world_size}"

@@ -66,9 +66,8 @@ class PreemptionCheckpoint(Callback):
         if step == self._step_before:
             return
         self._step_before = step
-        if step % self.every_n_steps:
-            return
-        if not trainer.strategy.reduce_boolean_decision(self.stop.received is not None, all=False):
+        asked = self.stop.received is not None
+        if step % self.every_n_steps or not trainer.strategy.reduce_boolean_decision(asked, all=False):
             return
         path = _checkpoint_folder(trainer) / f"{ModelCheckpoint.CHECKPOINT_NAME_LAST}-preempted.ckpt"
         trainer.save_checkpoint(path)

@@ -47,7 +47,6 @@ def draw_values(axes: Axes, values: Mapping[str, float]) -> None:
 
 
 def draw_steps(axes: Axes, values: Sequence[float], *, name: str) -> None:
-    """Draw a number over the steps at which it was computed."""
     axes.plot(np.arange(len(values)), values, "o-", color=BEFORE, linewidth=1.6, markersize=4)
     axes.set(xlabel="step", ylabel=name)
     frame(axes)

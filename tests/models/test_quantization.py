@@ -9,7 +9,7 @@ from support.training_runs import data_module, generation
 from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from selfcal_lightning.callbacks.confidence_writer import prediction_origin
+from selfcal_lightning.callbacks.confidence_writer import trained_sha256
 from selfcal_lightning.models.chat_format import ChatFormat
 from selfcal_lightning.models.lora import merge_adapter
 from selfcal_lightning.models.quantization import keep_quantized_gradients, load_nf4_causal_lm, quantized_layers
@@ -96,7 +96,7 @@ def test_confidences_of_another_base_are_another_origin(tiny_model: str) -> None
     modules = [qlora(tiny_model), module_of(tiny_model)]
     for module in modules:
         module.configure_model()
-    quantised, plain = (prediction_origin(module, max_length=100) for module in modules)
+    quantised, plain = (module.confidence_origin() | {"trained": trained_sha256(module)} for module in modules)
     assert quantised.pop("quantization") == "nf4"
     assert quantised == plain
 

@@ -65,8 +65,7 @@ def load_recorded_pool(
     Answers and verdicts that a JSON-lines pool does not state are extracted and verified by the task, as in ``selfcal
     import-pool``, which keeps the outcome.
     """
-    if limit is not None:
-        check_at_least(1, limit=limit)
+    check_at_least(1, limit=limit)
     path = check_place(path)
     if path.is_dir():
         pool = _from_store(path, split, task, confidences, limit=limit, texts=texts, token_ids=token_ids)

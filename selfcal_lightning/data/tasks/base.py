@@ -71,8 +71,6 @@ def _hash(own: tuple[str, ...]) -> str:
 
 
 Part = Literal["train", "validation", "calibration"]
-# Shares of the questions; training takes the rest.
-SHARES = {"validation": 0.1, "calibration": 0.1}
 FEWEST = 10
 
 
@@ -89,10 +87,7 @@ def take_part(questions: Sequence[Question], part: Part) -> list[Question]:
             f"Expected at least {FEWEST} different questions for the three parts, but got {len(texts)}. Add some, or "
             "name a source for every split in a configuration."
         )
-    chosen, start = set[str](), 0
-    for name, share in SHARES.items():
-        end = start + max(1, round(share * len(texts)))
-        chosen, start = (set(texts[start:end]) if name == part else chosen), end
-    if part == "train":
-        chosen = set(texts[start:])
+    tenth = max(1, round(0.1 * len(texts)))
+    parts = {"validation": texts[:tenth], "calibration": texts[tenth : 2 * tenth], "train": texts[2 * tenth :]}
+    chosen = set(parts[part])
     return [question for question in questions if question.text in chosen]

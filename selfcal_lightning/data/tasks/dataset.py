@@ -98,7 +98,7 @@ class DatasetTask:
         self, split: str, *, path: str | None = None, chain_of_thought: bool = True, limit: int | None = None
     ) -> list[Question]:
         """Return the first ``limit`` usable questions of a split, from the hub or from the local file ``path``."""
-        check_at_least(0, limit=limit or 0)
+        check_at_least(0, limit=limit)
         if has_question_rows(self.dataset):
             return self._own_questions(split, path, chain_of_thought=chain_of_thought)[:limit]
         origin, found = self._rows(split, path)
@@ -138,7 +138,6 @@ class DatasetTask:
         return Question(question_id, self.name, messages, reference, row.text)
 
     def check_source(self, split: str, *, path: str | None = None) -> None:
-        """Refuse a split or a file that does not exist; nothing is read or downloaded."""
         source = self.dataset.source
         if path is not None:
             if has_question_rows(self.dataset):

@@ -1,6 +1,8 @@
 """Mathematical expressions: finding one in a response, its normal form, and the limits that keep sympy safe."""
 
+import math
 import re
+from itertools import accumulate
 
 from selfcal_lightning.data.tasks import extraction
 
@@ -63,9 +65,8 @@ def read_expression(text: str, *, finished: bool = True) -> str | None:
     part = extraction.final_part(text)
     if part is None:
         return None
-    boxed = extraction.last_boxed(part)
-    if boxed is not None and (expression := normalise_expression(boxed)):
-        return expression
+    if boxed := normalise_expression(extraction.last_boxed(part) or ""):
+        return boxed
     for field in reversed(extraction.answer_fields(part)):
         if given := _expression_of_field(field):
             return given
@@ -83,7 +84,10 @@ def normalise_expression(text: str, *, keep_percent: bool = False) -> str:
         text = pattern.sub(replacement, text)
     percent = re.search(r"\\?%\s*$", text) is not None
     text = re.sub(r"\\?%", "", text).strip()
-    text = _without_unit(text)
+    if match := _TRAILING_UNIT.search(text):
+        text = text[: match.start()].strip()
+    elif (match := _PLAIN_UNIT.fullmatch(text)) and not _NO_UNIT.intersection(match["unit"].lower().split()):
+        text = match["number"]
     text = re.sub(_TEXT, r"\1", text).strip()
     text = re.sub(r"\\\\\s*(?=\\end)", "", text)
     if text.count("=") + len(re.findall(r"\\in(?![a-zA-Z])", text)) == 1 and (match := _DEFINITION.match(text)):
@@ -107,31 +111,15 @@ def is_within_limits(expression: str) -> bool:
     """Return whether an expression is small enough for sympy: length, nesting, digits, exponents."""
     if len(expression) > MAX_EXPRESSION_LENGTH or re.search(rf"\d{{{MAX_DIGITS + 1}}}", expression):
         return False
-    depth = 0
-    for character in expression:
-        depth += (character in "({[") - (character in ")}]")
-        if depth > MAX_NESTING:
-            return False
-    if _NESTED_NUMERIC_POWER.search(expression):
+    depths = accumulate((character in "({[") - (character in ")}]") for character in expression)
+    if max(depths, default=0) > MAX_NESTING or _NESTED_NUMERIC_POWER.search(expression):
         return False
-    product = 1.0
-    for exponent in _NUMERIC_EXPONENT.findall(expression):
-        if float(exponent) > MAX_EXPONENT:
-            return False
-        product *= max(1.0, float(exponent)) if float(exponent) > MAX_NESTING else 1.0
-    if product > MAX_EXPONENT_PRODUCT:
+    exponents = [float(exponent) for exponent in _NUMERIC_EXPONENT.findall(expression)]
+    product = math.prod(exponent for exponent in exponents if exponent > MAX_NESTING)
+    if max(exponents, default=0.0) > MAX_EXPONENT or product > MAX_EXPONENT_PRODUCT:
         return False
     factorials = _FACTORIAL.findall(expression)
     return "!!" not in expression and all(digits and int(digits) <= MAX_FACTORIAL for digits in factorials)
-
-
-def _without_unit(text: str) -> str:
-    if match := _TRAILING_UNIT.search(text):
-        return text[: match.start()].strip()
-    match = _PLAIN_UNIT.fullmatch(text)
-    if match and not _NO_UNIT.intersection(match["unit"].lower().split()):
-        return match["number"]
-    return text
 
 
 def _canonical_layout(text: str) -> str:

@@ -105,14 +105,9 @@ def read_number(text: str, *, finished: bool = True) -> str | None:
     part = final_part(text)
     if part is None:
         return None
-    boxed = last_boxed(part)
-    if boxed is not None and (number := _number_of_field(boxed)) is not None:
-        return number
-    if (hashes := part.rpartition("####"))[1]:
-        line, _, _ = hashes[2].lstrip().partition("\n")
-        if (number := _number_of_field(line)) is not None:
-            return number
-    for field in reversed(answer_fields(part)):
+    _, hashes, after = part.rpartition("####")
+    result = after.lstrip().partition("\n")[0] if hashes else ""
+    for field in (last_boxed(part) or "", result, *reversed(answer_fields(part))):
         if (number := _number_of_field(field)) is not None:
             return number
     numbers = number_values(part) if finished else []
@@ -128,10 +123,7 @@ def read_letter(text: str, letters: str = LETTERS, *, digits: bool = False, fini
     part = final_part(text)
     if part is None:
         return None
-    boxed = last_boxed(part)
-    if boxed is not None and (letter := _letter_of_field(boxed, letters, digits=digits)) is not None:
-        return letter
-    for field in reversed(answer_fields(part)):
+    for field in (last_boxed(part) or "", *reversed(answer_fields(part))):
         if (letter := _letter_of_field(field, letters, digits=digits)) is not None:
             return letter
     if not finished:

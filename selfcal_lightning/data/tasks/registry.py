@@ -23,12 +23,6 @@ def register_task(task: Task) -> None:
 
 
 def get_task(name: str) -> Task:
-    """Return the task of that name.
-
-    Example:
-        >>> get_task("gsm8k").answer_type
-        'number'
-    """
     return TASKS[name]
 
 
@@ -56,8 +50,7 @@ def load_some(
 
 
 def check_slice(offset: int, limit: int | None) -> None:
-    if limit is not None:
-        check_at_least(1, limit=limit)
+    check_at_least(1, limit=limit)
     check_at_least(0, offset=offset)
 
 

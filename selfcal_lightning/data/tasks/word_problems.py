@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
-from itertools import accumulate, islice, pairwise
+from itertools import islice, pairwise
 from operator import add, floordiv, mul, sub
 from typing import Literal
 
@@ -30,7 +30,6 @@ THINGS = ("apples", "balls", "cards", "shells", "stamps", "pencils", "marbles", 
 ORDINALS = ("first", "second", "third", "fourth", "fifth")
 DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday")
 VEHICLES = ("bus", "train", "tram", "boat")
-
 
 _OPERATORS = {"+": add, "-": sub, "*": mul, "/": floordiv}
 
@@ -66,11 +65,9 @@ class Problem:
     def program(self) -> str:
         """The family and its computations, without wording and without the order of terms, factors and steps."""
         steps = []
-        for equation in self.equations:
-            left, right = equation.left, equation.right
-            if equation.operator in "+*":
-                left, right = min(left, right), max(left, right)
-            steps.append(f"{left}{equation.operator}{right}")
+        for one in self.equations:
+            left, right = sorted((one.left, one.right)) if one.operator in "+*" else (one.left, one.right)
+            steps.append(f"{left}{one.operator}{right}")
         return f"{self.family}:{';'.join(sorted(steps))}"
 
 
@@ -220,8 +217,7 @@ def write_trip(draft: Draft) -> None:
         draft.say("Then {name} travels {n} miles an hour for {hours} hours.", name=name, n=speed, hours=hours)
         value = draft.compute(value, "+", draft.compute(speed, "*", hours))
     while draft.steps_left > 0:
-        whole = draft.steps_left == 1 and value < LARGEST_GIVEN and draft.rng.random() < 0.6
-        if whole:
+        if draft.steps_left == 1 and value < LARGEST_GIVEN and draft.rng.random() < 0.6:
             length = draft.rng.randint(value + 1, min(LARGEST_GIVEN, value + 20 * draft.level**2))
             draft.say("The whole way is {n} miles. How many miles are left?", n=length)
             draft.compute(length, "-", value)
@@ -332,11 +328,9 @@ def sample_problem(rng: random.Random, split: Split, *, difficulty: Difficulty |
     """Draw a problem of ``split``; programs in the buckets of other splits are rejected."""
     plan = _split_plan(split)
     difficulty = difficulty or Difficulty()
-    levels = tuple(accumulate(difficulty.level_weights))
-    steps = tuple(accumulate(difficulty.step_weights))
     while True:
-        (level,) = rng.choices((1, 2, 3), cum_weights=levels)
-        (num_steps,) = rng.choices((1, 2, 3, 4, 5), cum_weights=steps)
+        (level,) = rng.choices((1, 2, 3), difficulty.level_weights)
+        (num_steps,) = rng.choices((1, 2, 3, 4, 5), difficulty.step_weights)
         problem = draw_problem(rng, rng.choice(plan.families), level=level, steps=num_steps)
         if program_bucket(problem) in plan.buckets:
             return problem
@@ -389,7 +383,7 @@ class WordProblems:
 
     def load_problems(self, split: str, *, limit: int | None = None) -> list[Problem]:
         plan = _split_plan(split)
-        check_at_least(0, limit=limit or 0)
+        check_at_least(0, limit=limit)
         stream = stream_problems(split, seed=self.seed)  # type: ignore[arg-type]
         return list(islice(stream, plan.size if limit is None else limit))
 
@@ -425,9 +419,7 @@ def _split_plan(split: str) -> SplitPlan:
 def _canonical_number(number: str) -> str:
     """Return a number without separators, leading zeros and a zero fraction; "-0" becomes "0"."""
     whole, _, fraction = number.replace(",", "").partition(".")
-    sign = "-" if whole.startswith("-") else ""
-    whole = whole.lstrip("-").lstrip("0") or "0"
-    fraction = fraction.rstrip("0")
-    if fraction:
-        return f"{sign}{whole}.{fraction}"
-    return "0" if whole == "0" else sign + whole
+    sign, digits = "-" if whole.startswith("-") else "", whole.lstrip("-").lstrip("0") or "0"
+    if fraction := fraction.rstrip("0"):
+        return f"{sign}{digits}.{fraction}"
+    return "0" if digits == "0" else sign + digits

@@ -50,10 +50,6 @@ def meaning_clusters(texts: Sequence[str], entails: Entails) -> list[int]:
     """Return the cluster of each text: that of the first text before it which it entails and is entailed by.
 
     A text is compared with the first member of each cluster, not with every text (Kuhn et al., arXiv 2302.09664).
-
-    Example:
-        >>> meaning_clusters(["a", "b", "A"], lambda pairs: [one.lower() == other.lower() for one, other in pairs])
-        [0, 1, 0]
     """
     first: list[str] = []
     clusters: list[int] = []
@@ -157,12 +153,7 @@ class TwoSampleHybrid(Verbalized):
 def hybrid(
     answers: Sequence[str | None], stated: Sequence[float | None], *, num_samples: int = 2
 ) -> list[float | None]:
-    """Return the hybrid of each response to a question, see :class:`TwoSampleHybrid`.
-
-    Example:
-        >>> hybrid(["7", "7", "8"], [0.8, 0.6, 1.0])
-        [0.85, 0.55, 0.75]
-    """
+    """Return the hybrid of each response to a question, see :class:`TwoSampleHybrid`."""
     found: list[float | None] = []
     for i, answer in enumerate(answers):
         picked = [(i + step) % len(answers) for step in range(min(num_samples, len(answers)))]

@@ -88,11 +88,7 @@ class PTrue:
         self._engine, self._chat, self._normalised = engine, chat, normalised
 
     def score(self, pool: Sequence[QuestionSamples]) -> Scores:
-        """Return P(True) of every sample; None without a response, room for it, or mass, or if the engine refuses.
-
-        Raises:
-            RequestsFailedError: The engine did not answer for another reason.
-        """
+        """Return P(True) of every sample; None without a response, room for it, or mass, or if the engine refuses."""
         sequences = [[self._sequences(ids) for ids in base.entry_ids(entry, self._chat)] for entry in pool]
         distinct = list(dict.fromkeys(one for row in sequences for ones in row for one in ones))
         query, number = self._chat.query, len(self._chat.query.yes_ids)

@@ -17,15 +17,7 @@ from typing import Any, Literal, cast
 import numpy as np
 
 from selfcal_lightning.confidence import base, registry, scaling
-from selfcal_lightning.confidence.features import (
-    LOGIT,
-    ConfidenceScores,
-    ResponseTable,
-    feature_value,
-    required_confidences,
-    score_confidence,
-    scores_text,
-)
+from selfcal_lightning.confidence import features as inputs
 from selfcal_lightning.confidence.fitted_files import load_whole, save_fitted
 from selfcal_lightning.confidence.splits import FittedOn, check_not_fitted_on
 from selfcal_lightning.core.errors import InputError, unknown_name
@@ -41,7 +33,7 @@ TARGETS: tuple[FusionTarget, ...] = ("label", "ssc", "vote_share")
 FUSED = "fused"
 KIND = "fusion"
 POOL_NOTE = "It depends on the other responses to a question: for recorded pools only (`selfcal serve` has cocoa)."
-DEFAULT_FEATURES = (f"{LOGIT}{base.P_TRUE}", base.LOGPROB, base.MEAN_LOGPROB)
+DEFAULT_FEATURES = (f"{inputs.LOGIT}{base.P_TRUE}", base.LOGPROB, base.MEAN_LOGPROB)
 
 
 @dataclass(frozen=True)
@@ -61,8 +53,8 @@ class Fusion:
     l2: float
     needs_pool: bool  # whether a feature depends on the other responses to the question: recorded pools only
     fitted_on: FittedOn
-    scores: tuple[ConfidenceScores, ...] = ()  # of each part alone and, last, of the fusion, where it was fitted
-    held_out_scores: tuple[ConfidenceScores, ...] = ()  # the same on other questions; empty if none were given
+    scores: tuple[inputs.ConfidenceScores, ...] = ()  # of each part alone and, last, of the fusion, where it was fitted
+    held_out_scores: tuple[inputs.ConfidenceScores, ...] = ()  # the same on other questions; empty if none were given
 
     def __post_init__(self) -> None:
         sizes = {len(part) for part in (self.features, self.weights, self.means, self.stds)}
@@ -72,7 +64,7 @@ class Fusion:
 
     @property
     def requires(self) -> tuple[str, ...]:
-        return required_confidences(self.features)
+        return inputs.required_confidences(self.features)
 
     def transform(self, values: Floats) -> Floats:
         """Return the fused confidence [N] of features [N, F]; nan where one is missing."""
@@ -82,19 +74,19 @@ class Fusion:
     def score_sample(self, sample: Sample) -> float | None:
         z = self.intercept
         for name, weight, mean, std in zip(self.features, self.weights, self.means, self.stds, strict=True):
-            value = feature_value(sample, name)
+            value = inputs.feature_value(sample, name)
             if value is None:
                 return None
             z += weight * (value - mean) / std
         return scaling.sigmoid_of(z)
 
-    def score_parts(self, pool: Sequence[QuestionSamples]) -> tuple[ConfidenceScores, ...]:
+    def score_parts(self, pool: Sequence[QuestionSamples]) -> tuple[inputs.ConfidenceScores, ...]:
         """Return the scores on ``pool`` of each feature alone and, last, of the fusion."""
         parts = self.requires
-        raw, table = (ResponseTable.from_pool(pool, names) for names in (parts, self.features))
+        raw, table = (inputs.ResponseTable.from_pool(pool, names) for names in (parts, self.features))
         columns = [(name, raw.values[:, column]) for column, name in enumerate(parts)]
         columns.append((self.name, self.transform(table.values)))
-        return tuple(score_confidence(name, values, table.correct, table.question) for name, values in columns)
+        return tuple(inputs.score_confidence(name, values, table.correct, table.question) for name, values in columns)
 
     def describe(self) -> str:
         head = f"{self.name}: fitted to {self.target} on {self.fitted_on.num_responses} responses to"
@@ -107,7 +99,7 @@ class Fusion:
         lines.append(f"{'intercept':<26}{self.intercept:>+9.3f}")
         for title, scores in (("on the fitting half", self.scores), ("on the held-out half", self.held_out_scores)):
             if scores:
-                lines += ["", scores_text(scores, title=title)]
+                lines += ["", inputs.scores_text(scores, title=title)]
         return "\n".join(lines)
 
     def as_json(self) -> dict[str, Any]:
@@ -119,7 +111,7 @@ class Fusion:
         for name in ("features", "weights", "means", "stds"):
             read[name] = tuple(read[name])
         for name in ("scores", "held_out_scores"):
-            read[name] = tuple(ConfidenceScores(**row) for row in read[name])
+            read[name] = tuple(inputs.ConfidenceScores(**row) for row in read[name])
         return cls(**{**read, "fitted_on": FittedOn.from_json(content["fitted_on"])})
 
     def save(self, path: str | Path) -> None:
@@ -144,19 +136,19 @@ def fit_fusion(
 ) -> Fusion:
     """Fit the fusion on a calibration split, to labels or, without labels, to soft self-consistency or vote shares."""
     features = tuple(features)
-    scaling.check_new_name(name, required_confidences(features))
+    scaling.check_new_name(name, inputs.required_confidences(features))
     if target not in TARGETS:
         raise unknown_name("target", target, TARGETS)
     if not features or len(set(features)) < len(features):
         raise InputError(f"Expected `features` to be at least one name, each once, but got {features}.")
     if l2 <= 0.0:
         raise InputError(f"Expected `l2` to be positive, but got {l2}.")
-    of_pool = registry.pool_dependent(required_confidences(features), known)
+    of_pool = registry.pool_dependent(inputs.required_confidences(features), known)
     if of_pool and not allow_pool_features:
         found = f"{', '.join(of_pool)}, which depend on the other responses"
         way_out = "Set `allow_pool_features` for a fusion for recorded pools only."
         raise InputError(f"Expected `features` of one response, but got {found}. {way_out}")
-    table = ResponseTable.from_pool(pool, features)
+    table = inputs.ResponseTable.from_pool(pool, features)
     targets = _targets(pool, table, target)
     used = table.is_complete & ~np.isnan(targets)
     if not used.any():
@@ -176,7 +168,7 @@ def fit_fusion(
     return replace(fusion, held_out_scores=fusion.score_parts(held_out))
 
 
-def _targets(pool: Sequence[QuestionSamples], table: ResponseTable, target: FusionTarget) -> Floats:
+def _targets(pool: Sequence[QuestionSamples], table: inputs.ResponseTable, target: FusionTarget) -> Floats:
     """Return the target of every response [N]; nan if it has none."""
     if target == "label":
         scaling.check_labels(table)
@@ -290,7 +282,7 @@ def fit_confidences(
         if name in there:
             continue
         if name == FUSED:
-            features = [f"{LOGIT}{part}" if is_probability(pool, part) else part for part in carried]
+            features = [f"{inputs.LOGIT}{part}" if is_probability(pool, part) else part for part in carried]
             scorers.append(fit_fusion(pool.entries, features, target=target))
         elif kind in scaling.SCALER_KINDS and source in carried:
             scorers.append(scaling.fit_scaler(pool.entries, kind, source=source, known=recorded))

@@ -33,7 +33,6 @@ from selfcal_lightning.records import QuestionSamples, Sample, question_hash
 COMMIT_SECONDS = 300.0
 CHUNK_RESPONSES = 256  # written at a time: minutes of work on a CPU
 
-
 Entry = tuple[int, QuestionSamples]  # position of a question's first sample in its target, and its samples
 
 
@@ -103,17 +102,14 @@ def select_rows(
     store: SampleStore, *, split: str | None, round: int, task: str | None, shard: tuple[int, int]
 ) -> SampleIndex:
     index = store.index(split=split, round=round, task=task)
-    keep = np.ones(len(index), dtype=bool)
-    if shard[1] > 1:
-        names, codes = np.unique(index.question_id, return_inverse=True)
-        mine = np.array([question_hash(name) % shard[1] == shard[0] for name in names], dtype=bool)
-        keep &= mine[codes] if len(names) else keep
-    if not keep.any():
+    names = index.question_id[index.edges[:-1]]
+    mine = np.array([question_hash(name) % shard[1] == shard[0] for name in names], dtype=bool)
+    if not mine.any():
         raise InputError(
             f"Expected {store.path} to hold joined samples of split {split!r}, round {round}, task {task!r} and "
             f"shard {shard[0]}/{shard[1]}, but got none."
         )
-    return index.select(keep)
+    return index.select(mine[index.question_index])
 
 
 def num_bringing(index: SampleIndex, name: str) -> int:
@@ -199,15 +195,18 @@ class StoreTarget:
 ScoreTarget = PoolTarget | StoreTarget
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ScoreReport:
     estimator: str
     name: str
-    responses: int
-    reused: int
-    scored: int
-    unknown: int
-    encoded: int
+    responses: int = 0
+    scored: int = 0
+    unknown: int = 0
+    encoded: int = 0
+
+    @property
+    def reused(self) -> int:
+        return self.responses - self.scored
 
     def __str__(self) -> str:
         return (
@@ -250,12 +249,12 @@ def score_store(run: StoreScoring) -> list[ScoreReport]:
     store = SampleStore(run.store_dir)
     scoring = ScoringModel(run.model, store.round_manifest(run.round).fingerprint)
     index = select_rows(store, split=run.split, round=run.round, task=run.task, shard=run.shard)
-    origins = {member.name: scoring.origin(member.kind.name, member.settings) for member in members}
+    origins = {member.report.name: scoring.origin(member.kind.name, member.settings) for member in members}
     for member in members:
-        if (bringing := num_bringing(index, member.name)) and not scoring.made_the_stored(member.kind.name):
+        if (bringing := num_bringing(index, member.report.name)) and not scoring.made_the_stored(member.kind.name):
             raise InputError(
-                f"{bringing:,} responses in {store.path} bring {member.name!r} of another model or query. Choose "
-                f"another name, such as `--name {member.name}_other`."
+                f"{bringing:,} responses in {store.path} bring {member.report.name!r} of another model or query. "
+                f"Choose another name, such as `--name {member.report.name}_other`."
             )
     engine = run.model.engine
     details = {
@@ -273,7 +272,7 @@ def score_pool(run: PoolScoring) -> list[ScoreReport]:
     members = _members(run)
     for member in members:
         registry.check_name_tells(
-            registry.RecordedConfidence(member.name, member.kind.needs_pool, member.kind.is_probability)
+            registry.RecordedConfidence(member.report.name, member.kind.needs_pool, member.kind.is_probability)
         )
     target = PoolTarget(Path(run.pool), Path(run.output), task=run.task, overwrite=run.overwrite)
     reports = _score_all(target, members, ScoringModel(run.model), run.output)
@@ -291,17 +290,9 @@ class _Member:
     """An estimator of a run, created when the first response needs it."""
 
     kind: registry.EstimatorClass
-    name: str
     settings: dict[str, Any]
+    report: ScoreReport
     estimator: Estimator | None = None
-    scored: int = 0
-    unknown: int = 0
-    encoded: int = 0
-
-    def report(self, responses: int) -> ScoreReport:
-        return ScoreReport(
-            self.kind.name, self.name, responses, responses - self.scored, self.scored, self.unknown, self.encoded
-        )
 
 
 def _members(run: StoreScoring | PoolScoring) -> list[_Member]:
@@ -314,7 +305,7 @@ def _members(run: StoreScoring | PoolScoring) -> list[_Member]:
     kinds = [registry.ESTIMATORS[one] for one in chosen]
     if run.consistency_samples is not None and "response_consistency" not in chosen:
         raise InputError(f"Expected `consistency_samples` with the estimator response_consistency, but got {chosen}.")
-    check_at_least(1, consistency_samples=1 if run.consistency_samples is None else run.consistency_samples)
+    check_at_least(1, consistency_samples=run.consistency_samples)
     run.criteria.check_taken(kinds)
     _check_model(run.model, kinds)
     members = []
@@ -322,7 +313,8 @@ def _members(run: StoreScoring | PoolScoring) -> list[_Member]:
         changes = run.criteria.of(kind)
         if run.consistency_samples is not None and kind.name == "response_consistency":
             changes["num_samples"] = run.consistency_samples
-        members.append(_Member(kind, run.name or kind.name, registry.estimator_settings(kind.name, **changes)))
+        report = ScoreReport(kind.name, run.name or kind.name)
+        members.append(_Member(kind, registry.estimator_settings(kind.name, **changes), report))
     return members
 
 
@@ -343,15 +335,16 @@ def _check_model(settings: ModelSettings, kinds: Sequence[registry.EstimatorClas
 
 
 def _score_all(target: ScoreTarget, members: Sequence[_Member], scoring: ScoringModel, place: str) -> list[ScoreReport]:
-    names = ", ".join(member.name for member in members)
-    say(f"Scoring {target.num_responses:,} responses ({names}); writing to {place}")
+    reports = [member.report for member in members]
+    for report in reports:
+        report.responses = target.num_responses
+    say(f"Scoring {target.num_responses:,} responses ({', '.join(one.name for one in reports)}); writing to {place}")
     try:
         with target:
             for reads in ("pool", "engine", "tokens", "rewards"):
                 _score(target, [member for member in members if member.kind.reads == reads], scoring)
     finally:
         scoring.close()
-    reports = [member.report(target.num_responses) for member in members]
     for report in reports:
         say(str(report))
     return reports
@@ -359,13 +352,13 @@ def _score_all(target: ScoreTarget, members: Sequence[_Member], scoring: Scoring
 
 def _score(target: ScoreTarget, members: Sequence[_Member], scoring: ScoringModel) -> None:
     """Score the responses that lack a confidence with ``members``, which share their inputs."""
-    names = [member.name for member in members]
+    names = [member.report.name for member in members]
     if not members:
         return
     with Progress(target.num_left(names), label=f"Scoring {', '.join(names)}") as bar:
         for chunk in _chunks(target.entries(names)):
             for member in members:
-                jobs = [(entry, found) for entry in chunk if (found := target.lacking(member.name, entry))]
+                jobs = [(entry, found) for entry in chunk if (found := target.lacking(member.report.name, entry))]
                 if jobs:
                     for one in members:  # all before the first response is read, so that one pass serves all of them
                         one.estimator = one.estimator or scoring.build(one.kind.name, one.settings)
@@ -385,16 +378,16 @@ def _score_chunk(
         scores = estimator.score(chosen)
     positions = [start + number for (start, _), found in jobs for number in found]
     values = [value for row in scores for value in row]
-    target.put(member.name, positions, values)
-    member.scored += len(values)
-    member.unknown += sum(value is None for value in values)
+    target.put(member.report.name, positions, values)
+    member.report.scored += len(values)
+    member.report.unknown += sum(value is None for value in values)
     if member.kind.reads == "rewards":
         texts = getattr(estimator, "reads_texts", True)
         samples = (sample for entry in chosen for sample in entry.samples if texts or sample.token_ids is None)
-        member.encoded += sum(not is_failed(sample) for sample in samples)
+        member.report.encoded += sum(not is_failed(sample) for sample in samples)
     elif member.kind.reads != "pool":
         ids = (row for entry in chosen for row in entry_ids(entry, scoring.chat))
-        member.encoded += sum(row is not None and row.encoded for row in ids)
+        member.report.encoded += sum(row is not None and row.encoded for row in ids)
     return len(values)
 
 

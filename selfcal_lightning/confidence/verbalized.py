@@ -150,11 +150,7 @@ class Verbalized:
         self._suffix_ids = asking.query.suffix_ids
 
     def score(self, pool: Sequence[QuestionSamples]) -> list[list[float | None]]:
-        """Return the stated probability of every sample; None without one, or for a sample that the engine refuses.
-
-        Raises:
-            RequestsFailedError: The engine did not answer for another reason.
-        """
+        """Return the stated probability of every sample; None without one, or for a sample that the engine refuses."""
         prompts = [[self._prompt(ids) for ids in entry_ids(entry, self._chat)] for entry in pool]
         # Equal responses are asked about once; a draw's seed is that of the first of them.
         waiting: dict[tuple[int, ...], int] = {}

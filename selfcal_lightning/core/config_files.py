@@ -4,6 +4,7 @@ import os
 import stat
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,12 @@ def given_options(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
 def configurations(arguments: Sequence[str]) -> Iterator[dict[str, Any]]:
     """Yield what each ``--config`` holds, a file or YAML text."""
     for value in _config_values(arguments):
-        yield _yaml_text(value) if _is_yaml(value) else read_config(Path(value))
+        if not _is_yaml(value):
+            yield read_config(Path(value))
+            continue
+        with suppress(yaml.YAMLError, ValueError, RecursionError):  # the verb's parser says what is wrong
+            if isinstance(content := yaml.safe_load(value), dict):
+                yield content
 
 
 def _config_values(arguments: Sequence[str]) -> list[str]:
@@ -46,11 +52,8 @@ def _is_yaml(value: str) -> bool:
 def check_nesting(arguments: Sequence[str]) -> None:
     """Refuse values nested so deeply that the YAML parser, written in C, would crash."""
     for place, argument in enumerate(arguments):
-        level = deepest = 0
-        for character in argument:
-            level += (character in "[{") - (character in "]}")
-            deepest = max(deepest, level)
-        if deepest > MOST_LEVELS:
+        levels = accumulate((character in "[{") - (character in "]}") for character in argument)
+        if (deepest := max(levels, default=0)) > MOST_LEVELS:
             option = arguments[place - 1] if place and not argument.startswith("--") else argument[:30]
             raise InputError(f"Expected the value of `{option}` to have at most {MOST_LEVELS} levels, got {deepest:,}.")
 
@@ -147,14 +150,6 @@ def _put(settings: dict[str, Any], names: list[str], value: Any) -> None:
     if not isinstance(settings.get(name), dict):
         settings[name] = {}
     _put(settings[name], rest, value)
-
-
-def _yaml_text(text: str) -> dict[str, Any]:
-    try:
-        content = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, RecursionError):  # the verb's parser says what is wrong
-        return {}
-    return content if isinstance(content, dict) else {}
 
 
 def _short(name: str) -> str:

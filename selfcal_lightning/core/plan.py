@@ -230,12 +230,6 @@ def free_bytes(path: str | Path) -> int:
 
 
 def show_bytes(number: float) -> str:
-    """Return a number of bytes as text.
-
-    Example:
-        >>> show_bytes(3 * 2**30), show_bytes(2**20 * 1.5), show_bytes(10)
-        ('3.0 GiB', '1.5 MiB', '0.0 MiB')
-    """
     return f"{number / GIB:,.1f} GiB" if number >= GIB else f"{number / MIB:,.1f} MiB"
 
 
@@ -263,12 +257,7 @@ def _time_text(plan: Plan) -> str:
 
 
 def show_seconds(number: float) -> str:
-    """Return a duration as text, in its largest unit.
-
-    Example:
-        >>> show_seconds(20), show_seconds(3000), show_seconds(2e5), show_seconds(1e6)
-        ('20 s', '50 min', '56 h', '12 days')
-    """
+    """Return a duration as text, in its largest unit."""
     for unit, size, most in (("s", 1, 120), ("min", 60, 7200), ("h", 3600, 3 * 86400)):
         if number < most:
             return f"{number / size:.0f} {unit}"

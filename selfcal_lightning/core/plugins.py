@@ -38,12 +38,6 @@ class Registry(dict[str, T]):
 
     Args:
         option: The option that takes such a name, for messages.
-
-    Example:
-        >>> from types import SimpleNamespace
-        >>> Registry("task", [SimpleNamespace(name="gsm8k")])["gsm9k"]
-        Traceback (most recent call last):
-        selfcal_lightning.core.errors.InputError: Expected `task` to be one of gsm8k, but got 'gsm9k'. Did you ...
     """
 
     def __init__(self, option: str, members: Iterable[T] = ()) -> None:

@@ -71,6 +71,7 @@ def test_unreadable_and_lone_responses_have_no_agreement() -> None:
     entry = replace(entry, samples=tuple(replace(s, text=s.text if s.index < 2 else " ") for s in entry.samples))
     found = [kind(entailment=lambda pairs: [True] * len(pairs)).score([entry])[0] for kind in (SemanticShare, Cocoa)]
     assert found == [[0.5, 0.5, None, None], [pytest.approx(-0.5 * 2 / 3)] * 2 + [None] * 2]
+    assert hybrid(["7", "7", "8"], [0.8, 0.6, 1.0]) == [0.85, 0.55, 0.75]
     assert hybrid(["7"], [0.9]) == hybrid([None, "7"], [0.9, None])[:1] == [None]
 
 

@@ -22,6 +22,7 @@ from selfcal_lightning.cli import run
 from selfcal_lightning.commands.demo import what_next
 from selfcal_lightning.commands.generate import run_generate
 from selfcal_lightning.commands.lightning_cli import stopped_text
+from selfcal_lightning.core import plan as plans
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.core.plan import Place, Plan, Sampling, Speed, Training, check_places, merge_plans, show_seconds
 from selfcal_lightning.inference.thresholds import fit_risk_threshold
@@ -300,3 +301,8 @@ def test_plans_add_up_by_store() -> None:
     both = merge_plans([half, half, Plan(sampling=(Sampling("t", None),))])
     assert [(row.store_dir, row.responses, row.missing) for row in both.sampling] == [("s", 20, 12), ("t", None, None)]
     assert both.notes == ("same",)
+
+
+def test_sizes_and_durations_are_told_in_a_fitting_unit() -> None:
+    assert [plans.show_bytes(size) for size in (3 * 2**30, 2**20 * 1.5, 10)] == ["3.0 GiB", "1.5 MiB", "0.0 MiB"]
+    assert [show_seconds(size) for size in (20, 3000, 2e5, 1e6)] == ["20 s", "50 min", "56 h", "12 days"]

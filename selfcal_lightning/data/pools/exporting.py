@@ -43,41 +43,34 @@ class ExportReport:
 
 
 def export_pool(
-    store_dir: str | Path,
-    path: str | Path,
-    *,
-    split: str | None = None,
-    round: int = 0,
-    task: str | None = None,
-    token_ids: bool = False,
-    confidences: Sequence[str] = (),
+    store_dir: str | Path, path: str | Path, *, token_ids: bool = False, confidences: Sequence[str] = (), **chosen: Any
 ) -> ExportReport:
-    """Write joined samples of a store as a JSON-lines pool; :func:`import_pool` reads it back."""
+    """Write joined samples of a store as a JSON-lines pool; :func:`import_pool` reads it back.
+
+    ``chosen`` are ``split``, ``round`` and ``task``, as of :meth:`SampleStore.samples`.
+    """
     files.check_replaceable(path, is_written_pool, option="path", kind="a pool that was exported before")
     questions = responses = 0
 
     def lines() -> Iterator[dict[str, Any]]:
         nonlocal questions, responses
-        for rows in SampleStore(store_dir).rows(split=split, round=round, task=task, confidences=confidences):
+        for rows in SampleStore(store_dir).rows(confidences=confidences, **chosen):
             questions, responses = questions + 1, responses + len(rows)
             yield pool_line(rows, token_ids=token_ids)
         if not questions:
-            raise _nothing(store_dir, "joined", split, round, task, "Check the names, or finish `selfcal generate`.")
+            raise _nothing(store_dir, "joined", chosen, "Check the names, or finish `selfcal generate`.")
 
     files.write_json_lines(Path(path), lines())
     return ExportReport(questions, responses)
 
 
-def _nothing(
-    store_dir: str | Path, kind: str, split: str | None, round: int, task: str | None, rest: str
-) -> InputError:
+def _nothing(store_dir: str | Path, kind: str, chosen: dict[str, Any], rest: str) -> InputError:
+    split, round, task = chosen.get("split"), chosen.get("round", 0), chosen.get("task")
     where = f"{kind} samples of split {split!r}, round {round} and task {task!r}"
     return InputError(f"Expected {store_dir} to hold {where}, but got none. {rest}")
 
 
-def export_sampled(
-    store_dir: str | Path, folder: str | Path, *, split: str | None = None, round: int = 0, task: str | None = None
-) -> ExportReport:
+def export_sampled(store_dir: str | Path, folder: str | Path, **chosen: Any) -> ExportReport:
     """Write joined samples of a store as `sampled.jsonl` and `ground_truth.jsonl`; an import reads them back."""
     place = Path(folder)
     for name, keys in ((importing.SAMPLED, importing.SAMPLED_KEYS), (importing.GROUND_TRUTH, importing.TRUTH_KEYS)):
@@ -88,7 +81,7 @@ def export_sampled(
     counts: Counter[str] = Counter()
 
     def rows() -> Iterator[dict[str, Any]]:
-        for group in SampleStore(store_dir).samples(split=split, round=round, task=task):
+        for group in SampleStore(store_dir).samples(**chosen):
             is_verified = all(s.correct is not None or is_failed(s) for s in group.samples)
             written = list(importing.sampled_rows(group)) if is_verified else []
             counts.update(responses=len(written), dropped=len(group.samples) - len(written))
@@ -97,34 +90,26 @@ def export_sampled(
             yield from written
         if not truths:
             rest = f"{counts['dropped']:,} are not verified. Name another split, or questions with reference answers."
-            raise _nothing(store_dir, "verified", split, round, task, rest)
+            raise _nothing(store_dir, "verified", chosen, rest)
 
     files.write_json_lines(place / importing.SAMPLED, rows())
     files.write_json_lines(place / importing.GROUND_TRUTH, truths)
     return ExportReport(len(truths), counts["responses"], counts["dropped"])
 
 
-def export_log(
-    store_dir: str | Path,
-    path: str | Path,
-    format: str,
-    *,
-    split: str | None = None,
-    round: int = 0,
-    task: str | None = None,
-) -> ExportReport:
+def export_log(store_dir: str | Path, path: str | Path, format: str, **chosen: Any) -> ExportReport:
     """Write verified samples of a store as a log of inspect_ai, every_eval_ever or lm-eval; count the others."""
     place, store = Path(path), SampleStore(store_dir)
     if format == "inspect" and place.suffix != ".json":
         raise InputError(f"`path` of an inspect log must end with .json, got {place}: inspect_ai tells logs by it.")
-    found = list(store.samples(split=split, round=round, task=task))
+    found = list(store.samples(**chosen))
     verified = ([s for s in group.samples if s.correct is not None and not is_failed(s)] for group in found)
     groups = [replace(group, samples=tuple(kept)) for group, kept in zip(found, verified, strict=True) if kept]
     written = sum(len(group.samples) for group in groups)
     dropped = sum(len(group.samples) for group in found) - written
     if not groups:
-        raise _nothing(store_dir, "verified", split, round, task, f"{dropped:,} have no verdict.")
-    model = str(store.round_manifest(round).fingerprint.model.model)
+        raise _nothing(store_dir, "verified", chosen, f"{dropped:,} have no verdict.")
+    model = str(store.round_manifest(chosen.get("round", 0)).fingerprint.model.model)
     keys = {"lm-eval": LM_EVAL_KEYS, "every_eval_ever": EVERY_EVAL_EVER_KEYS}.get(format)
     is_own = _is_own_log if keys is None else partial(files.has_first_keys, keys)
     files.check_replaceable(place, is_own, option="path", kind=f"an earlier export as {format}")

@@ -75,9 +75,6 @@ class Log:
         self.skipped["without an output" + (" after an error" if after_error else "")] += 1
 
 
-# ---- evaluation harnesses
-
-
 def read_lm_eval(log: Log) -> Iterator[LoggedResponse]:
     """Read `samples_*.jsonl` of lm-evaluation-harness: a line per document and filter; one filter is kept."""
     kept: dict[Path, str] = {}
@@ -284,9 +281,6 @@ def read_openai_evals(log: Log) -> Iterator[LoggedResponse]:
                     yield one
 
 
-# ---- batch APIs
-
-
 def read_openai_batch(log: Log) -> Iterator[LoggedResponse]:
     """Read the output of OpenAI's batch API or vLLM's `run_batch`, in any order, joined with its requests.
 
@@ -354,9 +348,6 @@ def _batch_texts(body: Mapping[str, Any]) -> Iterator[tuple[str, str | None, flo
         yield text, _finish(body.get("status")), None, None
 
 
-# ---- RL trainers and data sets
-
-
 def read_verl(log: Log) -> Iterator[LoggedResponse]:
     """Read rollouts of verl, `{step}.jsonl`; the rows of a step with the same input answer one question."""
     for path, number, row in log.rows():
@@ -402,9 +393,6 @@ def read_dataset(log: Log) -> Iterator[LoggedResponse]:
                 yield LoggedResponse(name, str(question), text, None, reference, correct=correct)
             else:
                 log.skipped["without text"] += 1
-
-
-# ---- values as the tools write them
 
 
 def _needed(path: Path, number: int, row: Mapping[str, Any], name: str) -> Any:
@@ -514,9 +502,6 @@ def _summed(tokens: Any) -> float | None:
 
 def _digest(value: Any) -> str:
     return blake2b(json.dumps(value, sort_keys=True, default=str).encode(), digest_size=8).hexdigest()
-
-
-# ---- the table of formats
 
 
 @dataclass(frozen=True, slots=True)

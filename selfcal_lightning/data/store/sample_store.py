@@ -16,7 +16,7 @@ Layout of a store's folder::
 import logging
 import re
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -45,13 +45,11 @@ PART_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 class EarlierSamples:
     """The samples that questions already have, read one question at a time."""
 
-    def __init__(
-        self, root: Path, entries: Iterable[ShardEntry], questions: Callable[[ShardEntry], Mapping[str, StoredQuestion]]
-    ) -> None:
-        self._root = root
+    def __init__(self, store: "SampleStore", round: int) -> None:
+        self._root = store.path
         self._places: dict[str, tuple[int, str, int]] = {}
-        for entry in entries:
-            for group, (name, question) in enumerate(questions(entry).items()):
+        for entry in (one for one in part_entries(store.path) if one.round == round):
+            for group, (name, question) in enumerate(store._questions_of(entry).items()):
                 if name not in entry.dropped and question.samples > self._places.get(name, (0, "", 0))[0]:
                     self._places[name] = question.samples, entry.file, group
 
@@ -73,12 +71,6 @@ class SampleStore:
     Attributes:
         path: The store's folder.
         num_samples: Readers see this many samples of each question; None for all.
-
-    Example:
-        >>> store = SampleStore("somewhere")
-        >>> store.question_ids()
-        Traceback (most recent call last):
-        FileNotFoundError: Expected a sample store in somewhere, but got no `rounds` folder there. ...
     """
 
     def __init__(self, path: str | Path, *, num_samples: int | None = None) -> None:
@@ -249,8 +241,7 @@ class SampleStore:
 
     def earlier_samples(self, round: int = 0) -> EarlierSamples:
         """Return the samples that questions of ``round`` have, also those that are not joined yet."""
-        entries = [entry for entry in part_entries(self.path) if entry.round == round]
-        return EarlierSamples(self.path, entries, self._questions_of)
+        return EarlierSamples(self, round)
 
     def question_ids(self, *, split: str | None = None, round: int = 0, include_parts: bool = False) -> set[str]:
         stored = self.stored_questions(round=round, include_parts=include_parts)
@@ -316,16 +307,13 @@ class SampleStore:
             _, starts = self._handle(file)
             group = int(np.searchsorted(starts, row, side="right")) - 1
             wanted.setdefault((file, group), []).append(position)
-        found: list[StoredRow | None] = [None] * len(locators)
+        found: dict[int, StoredRow] = {}
         for (file, group), positions in sorted(wanted.items()):
             handle, starts = self._handle(file)
-            table = handle.read_row_group(group, use_threads=False)
-            rows = shards.decode_rows(
-                table.take([locators[position][1] - int(starts[group]) for position in positions])
-            )
-            for position, decoded in zip(positions, rows, strict=True):
-                found[position] = decoded
-        return [stored for stored in found if stored is not None]
+            places = [locators[position][1] - int(starts[group]) for position in positions]
+            rows = shards.decode_rows(handle.read_row_group(group, use_threads=False).take(places))
+            found.update(zip(positions, rows, strict=True))
+        return [found[position] for position in range(len(locators))]
 
     def _shards(self) -> tuple[ShardEntry, ...]:
         entries = self.manifest.shards

@@ -385,6 +385,13 @@ def test_one_response_a_row_with_its_verdict(tmp_path: Path, lines: list[str]) -
     assert verdicts(group) == [True, False, None]
 
 
+def test_an_id_of_two_questions_is_refused(tmp_path: Path) -> None:
+    """Taken together, the second response would be judged by the reference of the first question."""
+    rows = [{"id": 1, "question": f"{n}+{n}?", "answer": str(2 * n), "responses": [str(2 * n)]} for n in (1, 2)]
+    with pytest.raises(InputError, match=r"x\.jsonl:2: Expected `id` to name one question, but got '1' for two"):
+        imported(tmp_path / "x.jsonl", *rows, columns=Columns(id="id", responses="responses"))
+
+
 UNEQUAL = {"problem": "2+2?", "gold": "4", "generations": ["4", "5"], "checked": [True]}
 UNNAMED = {"name": None, "question": "2+2?", "answer": "4", "responses": ["4"]}
 

@@ -50,8 +50,7 @@ class LoggedResponse:
     tokens: int | None = None
 
     def messages(self) -> tuple[Message, ...]:
-        turns = _chat(self.question if self.prompt is None else self.prompt)
-        return tuple(Message(turn["role"], turn["content"]) for turn in turns)
+        return tuple(Message(**turn) for turn in _chat(self.question if self.prompt is None else self.prompt))
 
 
 @dataclass
@@ -375,6 +374,7 @@ def read_dataset(log: Log) -> Iterator[LoggedResponse]:
     """Read a data set with a list of responses in each row, by the names of its columns."""
     columns = log.columns
     question_column, responses_column = columns.question or "question", columns.responses or "responses"
+    asked: dict[str, Any] = {}
     for path, number, row in log.rows(tables=True):
         question, texts = (_needed(path, number, row, name) for name in (question_column, responses_column))
         verdicts = _named(path, number, row, columns.correct)
@@ -385,6 +385,8 @@ def read_dataset(log: Log) -> Iterator[LoggedResponse]:
             expected = f"`{columns.correct}` of the length of `{responses_column}`, {len(texts)}"
             raise line_error(path, number, expected, str(len(verdicts)))
         name = str(_needed(path, number, row, columns.id)) if columns.id else f"{path.stem}/{number:06d}"
+        if asked.setdefault(name, question) != question:
+            raise line_error(path, number, f"`{columns.id}` to name one question", f"{name!r} for two")
         reference = _named(path, number, row, columns.answer, default="answer")
         log.skipped["without responses"] += not texts
         for text, verdict in zip(texts, verdicts, strict=True):

@@ -246,6 +246,7 @@ def parse_json(content: bytes | str, *, origin: str, repeats: bool = True) -> An
     line = None
     try:
         text = content.decode("utf-8-sig") if isinstance(content, bytes) else content
+        text = text.rstrip(" \t\r\n")  # so that the place of what is missing at the end is in the last line
         found = json.loads(text, object_pairs_hook=None if repeats else without_repeats)
         if _SURROGATE.search(text):
             json.dumps(found, ensure_ascii=False).encode()

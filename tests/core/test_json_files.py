@@ -7,6 +7,9 @@ from pathlib import Path
 import pytest
 from support.command_lines import Refused
 
+from selfcal_lightning.core.config_files import given_settings
+from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.core.files import read_json_lines
 from selfcal_lightning.data.pools.importing import import_pool
 
 DEEP = "[" * 100_000 + "]" * 100_000
@@ -51,6 +54,18 @@ def test_the_damaged_file_is_named(
         assert reason in shown
         assert "sys.set_int_max_str_digits" not in shown, "no advice that a user cannot follow"
     assert not {"t.json", "out.jsonl"} & {path.name for path in here.iterdir()}
+
+
+def test_the_place_in_a_line_that_is_cut_is_in_that_line(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_text('{"a": 1}\n{"a": 1,\n')
+    with pytest.raises(InputError, match=r"x\.jsonl:2: .* at column 9\.$"):
+        list(read_json_lines(path))
+
+
+def test_settings_are_known_by_their_names_without_init_args() -> None:
+    given = given_settings(["--trainer.accelerator", "cpu", "--model.init_args.lr=0.1"])
+    assert given == {"trainer.accelerator": "cpu", "model.lr": "0.1"}
 
 
 def test_settings_nested_too_deeply_are_refused_before_a_parser_crashes(refused: Refused) -> None:

@@ -68,20 +68,15 @@ def check_files(arguments: Sequence[str]) -> None:
             continue
         if stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode):
             raise InputError(f"{value} is a pipe or a socket: name a regular file.")
-    for path in config_files(arguments):
-        if path.is_file():
-            _check_bounds(path)
-
-
-def _check_bounds(path: Path) -> None:
-    aliases = level = 0
-    for event in _events(path):
-        aliases += isinstance(event, yaml.AliasEvent)
-        level += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        if aliases > MOST_ALIASES:
-            raise InputError(f"{path} must have at most {MOST_ALIASES} aliases (`*name`), got more.")
-        if level > MOST_LEVELS:
-            raise InputError(f"{path} must have at most {MOST_LEVELS} levels, got more.")
+    for path in filter(Path.is_file, config_files(arguments)):
+        aliases = level = 0
+        for event in _events(path):
+            aliases += isinstance(event, yaml.AliasEvent)
+            level += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if aliases > MOST_ALIASES:
+                raise InputError(f"{path} must have at most {MOST_ALIASES} aliases (`*name`), got more.")
+            if level > MOST_LEVELS:
+                raise InputError(f"{path} must have at most {MOST_LEVELS} levels, got more.")
 
 
 def _events(path: Path) -> Iterator[yaml.Event]:
@@ -112,10 +107,6 @@ def given_settings(arguments: Sequence[str]) -> dict[str, Any]:
     """Return what files and options of a command line set, by dotted names without ``init_args``.
 
     Only for a first look: the verb's own parser decides.
-
-    Example:
-        >>> given_settings(["--trainer.accelerator", "cpu", "--model.init_args.lr=0.1"])
-        {'trainer.accelerator': 'cpu', 'model.lr': '0.1'}
     """
     settings: dict[str, Any] = {}
     for content in configurations(arguments):

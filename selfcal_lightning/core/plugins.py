@@ -11,7 +11,7 @@ import os
 import sys
 import traceback
 from collections.abc import Collection, Iterable, Sequence
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import entry_points
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
@@ -84,9 +84,19 @@ def load_installed_plugins() -> None:
     An entry point names a module, or a function in one, which is called without arguments.
     """
     for point in entry_points(group=GROUP):
-        if point.value not in _loaded_points:
-            _load_point(point)
-            _loaded_points.add(point.value)
+        if point.value in _loaded_points:
+            continue
+        owner = "a package" if point.dist is None else point.dist.name
+        try:
+            found = point.load()
+            if not isinstance(found, ModuleType):
+                found()
+        except UserError as error:
+            raise InputError(f"The plug-in {point.name!r} of {owner} was refused. {error}") from error
+        except (Exception, SystemExit) as error:  # whatever that package's code may raise
+            wanted = f"the plug-in {point.name!r} of {owner} ({point.value}) to be importable"
+            raise InputError(f"Expected {wanted}, but {_failure(error)}. Mend or uninstall {owner}.") from error
+        _loaded_points.add(point.value)
 
 
 def load_plugins_of_parent() -> None:
@@ -172,19 +182,6 @@ def _check_is_there(name: str) -> None:
     if spec is None:
         lacks = f"there is none called {name!r}, neither installed nor in {os.getcwd()}"
         raise InputError(f"Expected `--{OPTION}` to name modules, but {lacks}. Name a file of your own by its path.")
-
-
-def _load_point(point: EntryPoint) -> None:
-    owner = "a package" if point.dist is None else point.dist.name
-    try:
-        found = point.load()
-        if not isinstance(found, ModuleType):
-            found()
-    except UserError as error:
-        raise InputError(f"The plug-in {point.name!r} of {owner} was refused. {error}") from error
-    except (Exception, SystemExit) as error:  # whatever that package's code may raise
-        wanted = f"the plug-in {point.name!r} of {owner} ({point.value}) to be importable"
-        raise InputError(f"Expected {wanted}, but {_failure(error)}. Mend or uninstall {owner}.") from error
 
 
 def _failure(error: BaseException) -> str:

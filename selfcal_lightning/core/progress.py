@@ -13,7 +13,7 @@ SETTLED_SECONDS = 5.0  # from the first finished response on; those before it sa
 QUICK_SECONDS = 1.0
 LOOK_SECONDS = 1.0
 Item = TypeVar("Item")
-_said = time.monotonic()
+_said = time.monotonic()  # when this process last printed something, or started
 
 
 class Progress:
@@ -50,7 +50,7 @@ class Progress:
             self._bar.update(responses)
             if self.unreadable:
                 self._bar.set_postfix_str(f"{self.unreadable / self.done:.1%} unreadable", refresh=False)
-        elif self._enabled and seconds_of_silence() >= LINE_SECONDS:
+        elif self._enabled and time.monotonic() - _said >= LINE_SECONDS:
             self._written = time.monotonic()
             if self.done < self.total:  # else the end says it
                 say(self.line())
@@ -93,7 +93,7 @@ class Stage:
 
     def _tell(self) -> None:
         while not self._is_over.wait(min(LOOK_SECONDS, max(LINE_SECONDS, 0.01))):
-            if seconds_of_silence() >= LINE_SECONDS:
+            if time.monotonic() - _said >= LINE_SECONDS:
                 say(f"{self.label}: {time.monotonic() - self._started:.0f} s so far")
 
 
@@ -113,8 +113,3 @@ def say(text: str) -> None:
 def tell(text: str, *written: str) -> None:
     """Print the result of a verb to standard output, with the files that hold it."""
     sys.stdout.write(f"{text}\nWritten: {', '.join(written)}\n")
-
-
-def seconds_of_silence() -> float:
-    """Return the seconds since this process last printed something, or since it started."""
-    return time.monotonic() - _said

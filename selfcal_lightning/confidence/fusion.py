@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -80,13 +80,15 @@ class Fusion:
             z += weight * (value - mean) / std
         return scaling.sigmoid_of(z)
 
-    def score_parts(self, pool: Sequence[QuestionSamples]) -> tuple[inputs.ConfidenceScores, ...]:
+    def score_parts(
+        self, pool: Sequence[QuestionSamples], known: Sequence[registry.KnownConfidence]
+    ) -> tuple[inputs.ConfidenceScores, ...]:
         """Return the scores on ``pool`` of each feature alone and, last, of the fusion."""
         parts = self.requires
         raw, table = (inputs.ResponseTable.from_pool(pool, names) for names in (parts, self.features))
         columns = [(name, raw.values[:, column]) for column, name in enumerate(parts)]
         columns.append((self.name, self.transform(table.values)))
-        return tuple(inputs.score_confidence(name, values, table.correct, table.question) for name, values in columns)
+        return tuple(inputs.score_confidence(name, row, table.correct, table.question, known) for name, row in columns)
 
     def describe(self) -> str:
         head = f"{self.name}: fitted to {self.target} on {self.fitted_on.num_responses} responses to"
@@ -132,7 +134,7 @@ def fit_fusion(
     l2: float = 1.0,
     held_out: Sequence[QuestionSamples] | None = None,
     allow_pool_features: bool = False,
-    known: Iterable[registry.KnownConfidence] = (),
+    known: Sequence[registry.KnownConfidence] = (),
 ) -> Fusion:
     """Fit the fusion on a calibration split, to labels or, without labels, to soft self-consistency or vote shares."""
     features = tuple(features)
@@ -161,11 +163,11 @@ def fit_fusion(
         stds=tuple(stds.tolist()), target=target, l2=float(l2), needs_pool=bool(of_pool),
         fitted_on=FittedOn.from_pool(pool, used),
     )  # fmt: skip
-    fusion = replace(fusion, scores=fusion.score_parts(pool))
+    fusion = replace(fusion, scores=fusion.score_parts(pool, known))
     if held_out is None:
         return fusion
     check_not_fitted_on(held_out, fusion)
-    return replace(fusion, held_out_scores=fusion.score_parts(held_out))
+    return replace(fusion, held_out_scores=fusion.score_parts(held_out, known))
 
 
 def _targets(pool: Sequence[QuestionSamples], table: inputs.ResponseTable, target: FusionTarget) -> Floats:
@@ -283,7 +285,7 @@ def fit_confidences(
             continue
         if name == FUSED:
             features = [f"{inputs.LOGIT}{part}" if is_probability(pool, part) else part for part in carried]
-            scorers.append(fit_fusion(pool.entries, features, target=target))
+            scorers.append(fit_fusion(pool.entries, features, target=target, known=recorded))
         elif kind in scaling.SCALER_KINDS and source in carried:
             scorers.append(scaling.fit_scaler(pool.entries, kind, source=source, known=recorded))
         else:

@@ -12,6 +12,7 @@ from support.strategy_pools import make_entry, with_samples
 from selfcal_lightning.confidence.base import MissingConfidenceError, add_scores
 from selfcal_lightning.confidence.features import ResponseTable, feature_value, score_confidence
 from selfcal_lightning.confidence.fusion import DEFAULT_FEATURES, Fusion, fit_fusion, load_scorer
+from selfcal_lightning.confidence.registry import RecordedConfidence
 from selfcal_lightning.core.files import sealed
 from selfcal_lightning.records import QuestionSamples
 
@@ -64,6 +65,15 @@ def test_fusion_to_labels_equals_scikit_learns_regression() -> None:
     assert many == pytest.approx(expected, abs=1e-5)
     found = [fusion.score_sample(sample) for entry in pool for sample in entry.samples]
     assert found == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_part_whose_estimator_gives_no_probability_has_no_calibration_error() -> None:
+    pools = (mixed_pool(), mixed_pool(prefix="new", seed=1))
+    first, second = (with_samples(pool, lambda s: replace(s, confidences={"judge": s.p_true or 0.0})) for pool in pools)
+    known = [RecordedConfidence("judge", needs_pool=False, is_probability=False)]
+    fusion = fit_fusion(first, ("judge", "p_true"), held_out=second, known=known)
+    for scores in (fusion.scores, fusion.held_out_scores):
+        assert [row.ece is None for row in scores] == [True, False, False]
 
 
 def _soft_targets(pool: list[QuestionSamples], *, weighted: bool) -> list[float | None]:

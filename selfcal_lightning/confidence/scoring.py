@@ -4,7 +4,7 @@ import json
 import math
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from itertools import pairwise
@@ -24,7 +24,7 @@ from selfcal_lightning.data.pools import line_format
 from selfcal_lightning.data.step_settings import RewardSettings
 from selfcal_lightning.data.store.annotations import Annotation
 from selfcal_lightning.data.store.sample_store import SampleStore
-from selfcal_lightning.data.store.shards import SampleIndex
+from selfcal_lightning.data.store.shards import SampleIndex, group_rows
 from selfcal_lightning.data.tasks.judging import is_failed
 from selfcal_lightning.engines.opening import check_engine
 from selfcal_lightning.models.folders import check_adapter_name
@@ -123,13 +123,7 @@ class StoreTarget:
     """Rows of a store; scores become annotations, published every five minutes and at the end."""
 
     def __init__(
-        self,
-        store: SampleStore,
-        index: SampleIndex,
-        *,
-        origins: Mapping[str, Mapping[str, Any]],
-        details: Mapping[str, Any],
-        overwrite: bool = False,
+        self, store: SampleStore, index: SampleIndex, origins: dict[str, Any], details: dict[str, Any], overwrite: bool
     ) -> None:
         self.store, self.index, self.num_responses = store, index, len(index)
         self._shards = store.manifest.shards
@@ -164,9 +158,7 @@ class StoreTarget:
         for start, stop in pairwise(self.index.edges):
             if all(self._known[name][start:stop].all() for name in names):
                 continue
-            rows = self.store.read_rows(self.index.locate(range(start, stop)))
-            samples = tuple(row.sample for row in rows)
-            yield start, QuestionSamples(rows[0].question, samples, rows[0].split, rows[0].prompt_ids)
+            yield start, group_rows(self.store.read_rows(self.index.locate(range(start, stop))))
 
     def lacking(self, name: str, entry: Entry) -> list[int]:
         """Return the samples with neither an annotation nor a column ``name``."""
@@ -261,7 +253,7 @@ def score_store(run: StoreScoring) -> list[ScoreReport]:
         "split": run.split, "task": run.task, "revision": engine.revision, "adapter": engine.adapter,
         "engine": engine.name, "dtype": engine.dtype, "model": run.model.model, "reward_model": run.model.reward.model,
     }  # fmt: skip
-    target = StoreTarget(store, index, origins=origins, details=details, overwrite=run.overwrite)
+    target = StoreTarget(store, index, origins, details, run.overwrite)
     log = store.path / "runs" / f"score-{datetime.now(UTC):%Y%m%dT%H%M%S%f}.json"
     log.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(log, to_json({**asdict(run), "plugins": loaded_plugins()}))

@@ -8,9 +8,7 @@ from selfcal_lightning.core.errors import InputError, unknown_name
 Aggregation = Literal["last", "min", "prod", "mean"]
 Steps = str  # a name of STEP_RULES, or "marker:" and the text after each step
 STEP_RULES = ("auto", "sentence", "line", "blank_line", "heading")
-
 MARKER = "marker:"
-
 RewardEngine = Literal["transformers", "vllm"]
 
 

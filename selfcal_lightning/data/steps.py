@@ -84,16 +84,9 @@ def ends_of(pieces: Sequence[str], steps: Steps, *, is_over: bool = True) -> lis
 
 
 def next_step_end(pieces: Sequence[str], steps: Steps, *, after: int = 0) -> StepEnd | None:
-    r"""Return the first end of a step after the first ``after`` tokens of a response that may continue, or None.
+    """Return the first end of a step after the first ``after`` tokens of a response that may continue, or None.
 
     The step at the end of the text has one only if its terminator is there.
-
-    Example:
-        >>> next_step_end(["It", " is", " 3", "."], "sentence")  # a digit may follow
-        StepEnd(num_tokens=4, is_settled=False)
-        >>> next_step_end(["One", ".", " 2", "."], "sentence", after=2)  # a label
-        >>> next_step_end(["One", "\n", "\n"], "blank_line")
-        StepEnd(num_tokens=3, is_settled=True)
     """
     text, places = "".join(pieces), list(accumulate(map(len, pieces)))
     for is_settled in (True, False):

@@ -5,11 +5,13 @@ from typing import Any
 import pytest
 
 from selfcal_lightning.data.tasks import extraction
+from selfcal_lightning.data.tasks.answer_types import ShortTextAnswers
 from selfcal_lightning.data.tasks.expressions import is_text, is_within_limits, normalise_expression, read_expression
 from selfcal_lightning.data.tasks.registry import get_task
 
 # The reference system takes the first letter of a word for an option, stops at a thousands comma, and cuts "12.0.00".
 REFERENCE_FAULTS = {"Answer: Based on", "Answer: Because", "Answer: Doris", "Answer: 1,000", "12.0.00"}
+read_short_text = ShortTextAnswers().extract
 
 
 READINGS: dict[Callable[[str], str | None], list[tuple[str, str | None]]] = {
@@ -58,7 +60,7 @@ READINGS: dict[Callable[[str], str | None], list[tuple[str, str | None]]] = {
         ("B. library", "B"), ("A. bank\nB. library", None),
         ("none of these", None), ("", None),
     ],
-    extraction.read_short_text: [
+    read_short_text: [
         (r"\boxed{\text{The Paris}}", "paris"), ("It is so.\nAnswer: Sinclair Lewis.", "sinclair lewis"),
         ("line 1\nLast line!", "last line"), ("  ", None), ("Answer: 1.5 million.", "1.5 million"),
     ],
@@ -134,7 +136,7 @@ def test_ordinary_expressions_are_within_the_limits() -> None:
 def test_hostile_texts_are_read_in_linear_time(filler: str) -> None:
     text = "5" + filler * (40_000 // len(filler)) + "1111"
     start = time.process_time()
-    for read in (extraction.read_number, extraction.read_letter, read_expression, extraction.read_short_text):
+    for read in (extraction.read_number, extraction.read_letter, read_expression, read_short_text):
         read(text)
         read(rf"\boxed{{{text}}}")
     assert time.process_time() - start < 5.0

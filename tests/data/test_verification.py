@@ -25,13 +25,7 @@ from selfcal_lightning.data.tasks.answer_types import (
     numbers_equal,
 )
 from selfcal_lightning.data.tasks.expressions import read_expression
-from selfcal_lightning.data.tasks.extraction import (
-    canonical_number,
-    last_boxed,
-    read_letter,
-    read_number,
-    read_short_text,
-)
+from selfcal_lightning.data.tasks.extraction import canonical_number, last_boxed, read_letter, read_number
 from selfcal_lightning.data.tasks.math_processes import MathComparer
 from selfcal_lightning.data.tasks.registry import get_task
 from selfcal_lightning.models.chat_format import NO_TEXTS, YES_TEXTS
@@ -366,7 +360,7 @@ def test_whatever_a_reference_reads_is_read(vectors: Vectors) -> None:
     """It cuts 3/4 to 3 and loses a brace; a full stop inside a line ends its short answers, and ours continue."""
     readers = {"gsm8k": read_number, "aime25": read_number, "mmlu": read_letter, "math500": read_expression}
     for case in vectors("answer_extraction_appier")["cases"]:
-        found = readers.get(case["dataset"], read_short_text)(case["response"])
+        found = readers.get(case["dataset"], ShortTextAnswers().extract)(case["response"])
         if case["extracted"] is None or "3/4" in case["response"]:
             continue
         assert found is not None

@@ -21,6 +21,7 @@ from selfcal_lightning.core.files import read_json_lines
 from selfcal_lightning.data.step_settings import RewardSettings
 from selfcal_lightning.data.steps import prefix_id, token_step_ends
 from selfcal_lightning.data.store.sample_store import SampleStore
+from selfcal_lightning.data.store.shards import StoredRow
 from selfcal_lightning.datamodules.rewards import RewardDataModule, index_targets
 from selfcal_lightning.engines.sampling.rollouts import RolloutSource
 from selfcal_lightning.engines.settings import EngineSettings
@@ -166,11 +167,16 @@ def test_vllm_rolls_the_same_prefixes_out_and_goes_on(sampled: SampleStore, roll
     assert {file: file.stat().st_mtime_ns for file in (tmp_path / "store").rglob("*.parquet")} == before
 
 
+def rows_of(store: SampleStore) -> list[StoredRow]:
+    index = store.index()
+    return store.read_rows(index.locate(range(len(index))))
+
+
 @pytest.mark.parametrize("target", ["success_rate", "hard"])
 def test_rates_are_targets_inside_responses(sampled: SampleStore, rolled: Rolled, tiny_model: str, target: Any) -> None:
     data = data_of(tiny_model, sampled, rolled[0], target=target)
     rates, collator = read_rates(str(rolled[0])), data.collator()
-    rows = [row for question in sampled.rows() for row in question]
+    rows = rows_of(sampled)
     for row in rows:
         first, *inner, last = collator.places(row, 1.0, 1.0)
         assert (first.target, last.target) == (1.0, 1.0)
@@ -185,10 +191,10 @@ def test_consensus_needs_no_labels(sampled: SampleStore, rolled: Rolled, tiny_mo
     collator = data_of(tiny_model, sampled, rolled[0], target="consensus").collator()
     rollouts = {entry.question.id: entry.samples for entry in SampleStore(rolled[0]).samples()}
     places = 0
-    for entry, rows in zip(SampleStore(sampled.path).samples(), sampled.rows(), strict=True):
+    for entry in SampleStore(sampled.path).samples():
         votes = [sample.answer for sample in entry.samples if sample.answer]
         first = max(votes, key=votes.count)  # of the answers that lead, the first seen
-        for row in rows:
+        for row in [one for one in rows_of(sampled) if one.question.id == entry.question.id]:
             start, *inner, last = collator.places(row, 0.25, 1.0)
             assert (start.target, last.target) == (0.25, 0.25), "what the response learns as a whole"
             for place in inner:
@@ -227,15 +233,13 @@ def test_rates_reach_public_reward_models(
     rates, collator = read_rates(str(rolled[0])), data.collator()
     chat = ChatFormat(load_tokenizer(str(sampled.round_manifest().fingerprint.model.model)))
     inner = 0
-    for question in sampled.rows():
-        for row in question:
-            ids = row.sample.token_ids or ()
-            ends = token_step_ends(chat.tokenizer, ids, "sentence")
-            *before, last = collator.places(row, 1.0, 1.0)
-            shares = [rates[prefix_id(row.question.id, ids[:e])].share for e in ends[:-1]]
-            assert [one.target for one in before] == shares
-            assert last.target == 1.0
-            inner += len(before)
+    for row in rows_of(sampled):
+        ids = row.sample.token_ids or ()
+        ends = token_step_ends(chat.tokenizer, ids, "sentence")
+        *before, last = collator.places(row, 1.0, 1.0)
+        assert [one.target for one in before] == [rates[prefix_id(row.question.id, ids[:e])].share for e in ends[:-1]]
+        assert last.target == 1.0
+        inner += len(before)
     assert inner > 2
 
 

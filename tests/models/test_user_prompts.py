@@ -101,7 +101,7 @@ def test_it_is_part_of_what_a_store_is(store: SampleStore, tmp_path: Path) -> No
     for prompt in (None, replace(BRIEF, system="Be kind.")):
         with pytest.raises(ValueError, match=r"same settings, but got prompt.user_prompt"):
             sampled(store.path, tmp_path / "other.txt", prompt)
-    first = next(iter(store.rows()))[0]
+    first = next(iter(store.samples()))
     assert first.question.messages[0].content == "Be brief."
 
 

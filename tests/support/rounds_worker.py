@@ -24,11 +24,10 @@ def kill_after(questions: int) -> None:
     """Make this process kill itself as soon as it has committed so many questions of round 1."""
     commit = ShardWriter.commit
 
-    def counted(self: ShardWriter) -> int:
-        number = commit(self)
-        if self.record.round == 1 and self.committed >= questions:
+    def counted(self: ShardWriter) -> None:
+        commit(self)
+        if self.record.round == 1 and len(self._sizes) >= questions:
             os.kill(os.getpid(), signal.SIGKILL)
-        return number
 
     ShardWriter.commit = counted
 

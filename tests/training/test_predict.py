@@ -56,9 +56,9 @@ def _reference_one_by_one(module: SelfCalibrationModule, store: Path, split: str
     """P(True) of every row by hand, alone in its batch and without padding."""
     module.eval()
     query, values = module.chat.query, []
-    for rows in SampleStore(store).rows(split=split):
-        for row in rows:
-            ids = torch.tensor([[*row.prompt_ids, *row.sample.token_ids, *query.suffix_ids]])
+    for entry in SampleStore(store).samples(split=split):
+        for sample in entry.samples:
+            ids = torch.tensor([[*entry.prompt_ids, *sample.token_ids, *query.suffix_ids]])
             p = module.model(input_ids=ids).logits[0, -1].double().softmax(-1)
             yes, no = p[list(query.yes_ids)].sum(), p[list(query.no_ids)].sum()
             values.append((yes / (yes + no)).item())

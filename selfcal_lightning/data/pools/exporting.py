@@ -54,9 +54,9 @@ def export_pool(
 
     def lines() -> Iterator[dict[str, Any]]:
         nonlocal questions, responses
-        for rows in SampleStore(store_dir).rows(confidences=confidences, **chosen):
-            questions, responses = questions + 1, responses + len(rows)
-            yield pool_line(rows, token_ids=token_ids)
+        for group in SampleStore(store_dir).samples(confidences=confidences, **chosen):
+            questions, responses = questions + 1, responses + len(group.samples)
+            yield pool_line(group, token_ids=token_ids)
         if not questions:
             raise _nothing(store_dir, "joined", chosen, "Check the names, or finish `selfcal generate`.")
 
@@ -76,7 +76,6 @@ def export_sampled(store_dir: str | Path, folder: str | Path, **chosen: Any) -> 
     for name, keys in ((importing.SAMPLED, importing.SAMPLED_KEYS), (importing.GROUND_TRUTH, importing.TRUTH_KEYS)):
         is_own = partial(files.has_first_keys, keys)
         files.check_replaceable(place / name, is_own, option="path", kind="an earlier file of its kind")
-    place.mkdir(parents=True, exist_ok=True)
     truths: list[dict[str, Any]] = []
     counts: Counter[str] = Counter()
 

@@ -3,7 +3,7 @@
 import hashlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +34,6 @@ TRUTH_KEYS = (
 QUESTIONS_PER_SHARD = 256
 
 
-@dataclass
-class SampledPool:
-    lines: list[PoolLine]
-    dropped: Counter[str] = field(default_factory=Counter)
-    further: Counter[str] = field(default_factory=Counter)  # of the report, by its fields
-
-
 def find_sampled(path: str | Path) -> Path | None:
     """Return the file of responses if ``path`` is one or a folder that holds one, else None."""
     place = Path(path)
@@ -50,39 +43,39 @@ def find_sampled(path: str | Path) -> Path | None:
     return place if {"example_id", "response"} <= first.keys() else None
 
 
-def read_sampled(path: Path, *, task: str, split: str, stated: bool = True) -> SampledPool:
+def _read_sampled(
+    path: Path, task: str, split: str, dropped: Counter[str], further: Counter[str], *, stated: bool
+) -> list[PoolLine]:
     """Read the responses and, if it is in the same folder, the file of questions.
 
     Rows without a text, and those whose id and number occurred before, are left out and counted; the others are
-    renumbered from 0, in the order of their own numbers.
+    renumbered from 0, in the order of their own numbers. ``further`` counts for the report, by its fields.
     """
     file = path.with_name(GROUND_TRUTH)
     truths = {_id(file, number, row): row for number, row in (read_json_lines(file) if file.is_file() else ())}
-    pool = SampledPool([])
     found: dict[str, dict[object, dict[str, Any]]] = {}
     questions: dict[str, Question] = {}
     for number, row in read_json_lines(path):
         name = _id(path, number, row)
         if not isinstance(row.get("response"), str):
-            pool.dropped["without a response"] += 1
+            dropped["without a response"] += 1
             continue
         given = found.setdefault(name, {})
         own = row.get("sampled_id")
         check_line(path, number, "`sampled_id` to be a number or text", own, isinstance(own, str | int | float | None))
         own = len(given) if own is None else own
         if own in given:
-            pool.dropped["of a number that occurred before"] += 1
+            dropped["of a number that occurred before"] += 1
             continue
-        given[own] = _response(path, number, row, pool, stated=stated)
+        given[own] = _response(path, number, row, further, stated=stated)
         if name not in questions:
             questions[name] = _question(path, number, row, truths.get(name, {}), task)
     in_order = ((name, [given[own] for own in sorted(given, key=_order)]) for name, given in found.items())
-    pool.lines = [PoolLine(questions[name], split, responses) for name, responses in in_order]
-    pool.further["without_responses"] = len(truths.keys() - questions.keys())
+    further["without_responses"] = len(truths.keys() - questions.keys())
     for name in questions.keys() & truths.keys() if stated else ():
         counted = len(found[name]), sum(bool(one["correct"]) for one in found[name].values())
-        pool.further["differing"] += counted != (truths[name].get("num_samples"), truths[name].get("num_correct"))
-    return pool
+        further["differing"] += counted != (truths[name].get("num_samples"), truths[name].get("num_correct"))
+    return [PoolLine(questions[name], split, responses) for name, responses in in_order]
 
 
 def sampled_rows(group: QuestionSamples) -> Iterator[dict[str, Any]]:
@@ -114,7 +107,9 @@ def _id(path: Path, number: int, row: Mapping[str, Any]) -> str:
     return str(name)
 
 
-def _response(path: Path, number: int, row: Mapping[str, Any], pool: SampledPool, *, stated: bool) -> dict[str, Any]:
+def _response(
+    path: Path, number: int, row: Mapping[str, Any], further: Counter[str], *, stated: bool
+) -> dict[str, Any]:
     tokens = row.get("completion_tokens")
     response: dict[str, Any] = {"text": row["response"]}
     if isinstance(tokens, int) and not isinstance(tokens, bool) and tokens >= 0:
@@ -124,7 +119,7 @@ def _response(path: Path, number: int, row: Mapping[str, Any], pool: SampledPool
     correct = row.get("correctness")
     check_line(path, number, "`correctness` to be 0, 1 or null", correct, correct in (0, 1, None))
     answer = _text(row.get("parsed_response"))
-    pool.further["overruled"] += answer is None and bool(correct)
+    further["overruled"] += answer is None and bool(correct)
     right = None if correct is None else bool(correct) and answer is not None
     return {**response, "answer": answer, "correct": right}
 
@@ -214,24 +209,17 @@ def import_pool(
 def import_sampled(path: Path, store_dir: str | Path, *, task: str, split: str, stated: bool = True) -> ImportReport:
     """Read `sampled.jsonl`, and `ground_truth.jsonl` if it exists, into its own store."""
     get_task(task)
+    dropped, further = Counter[str](), Counter[str]()
     with Stage(f"Reading {path.name}"):
-        pool = read_sampled(path, task=task, split=split, stated=stated)
-    if not pool.lines:
+        lines = _read_sampled(path, task, split, dropped, further, stated=stated)
+    if not lines:
         raise InputError(f"Expected {path} to hold responses to questions, but got none.")
     store = open_imported(store_dir, path, {"task": task, "stated": stated})
-    report = _store_lines(path, store, enumerate(pool.lines, start=1), _sizes(pool.lines), pool.dropped)
-    return replace(report, **pool.further)
+    return replace(_store_lines(path, store, enumerate(lines, start=1), _sizes(lines), dropped), **further)
 
 
 def import_log(
-    path: Path,
-    format: str,
-    log: Log,
-    store_dir: str | Path,
-    *,
-    task: str | None = None,
-    split: str | None = None,
-    stated: bool = True,
+    path: Path, format: str, log: Log, store_dir: str | Path, *, task: str | None, split: str | None, stated: bool
 ) -> ImportReport:
     """Read the log of another tool into its own store; without ``task`` it is guessed from the reference answers.
 

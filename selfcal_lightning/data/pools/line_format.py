@@ -23,7 +23,6 @@ from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.core.files import as_json_line, line_error, read_json_lines
 from selfcal_lightning.data.store.manifest import StoreFingerprint, read_round, round_file
 from selfcal_lightning.data.store.sample_store import SampleStore
-from selfcal_lightning.data.store.shards import StoredRow
 from selfcal_lightning.data.tasks.base import Task
 from selfcal_lightning.data.tasks.dataset import DatasetTask
 from selfcal_lightning.data.tasks.judging import judge
@@ -172,17 +171,16 @@ def judge_line(line: PoolLine) -> records.QuestionSamples:
     return records.QuestionSamples(line.question, samples, line.split)
 
 
-def pool_line(rows: Sequence[StoredRow], *, token_ids: bool) -> dict[str, Any]:
+def pool_line(group: records.QuestionSamples, *, token_ids: bool) -> dict[str, Any]:
     responses = []
-    for row in rows:
-        sample = row.sample
+    for sample in group.samples:
         numbers = {"p_true": sample.p_true, **{name: getattr(sample, name) for name in COLUMNS}, **sample.confidences}
         known = {name: value for name, value in numbers.items() if value is not None}
         response = {"text": sample.text, "answer": sample.answer, "correct": sample.correct, "confidence": known}
         response["finish"] = sample.finish
         tokens = list(sample.token_ids) if token_ids and sample.token_ids is not None else sample.num_tokens
         responses.append(response if tokens is None else {**response, "tokens": tokens})
-    return written_line(rows[0].question, rows[0].split, responses)
+    return written_line(group.question, group.split, responses)
 
 
 def written_line(question: records.Question, split: str, responses: list[dict[str, Any]]) -> dict[str, Any]:

@@ -31,7 +31,8 @@ from selfcal_lightning.core.errors import InputError, RunError
 from selfcal_lightning.core.files import write_atomically
 from selfcal_lightning.data.store import manifest
 from selfcal_lightning.data.store.parts import PartLock
-from selfcal_lightning.data.store.shards import SampleIndex, StoreCorruptError, StoredRow, parquet_bytes, read_parquet
+from selfcal_lightning.data.store.shards import SampleIndex, StoreCorruptError, parquet_bytes, read_parquet
+from selfcal_lightning.records import QuestionSamples
 
 logger = logging.getLogger(__name__)
 
@@ -136,13 +137,7 @@ class Annotation(NamedRecord[manifest.AnnotationRecord]):
         write_atomically(self.folder / f"{run}-{part}.parquet", written)
 
     def publish(
-        self,
-        run: str,
-        parts: Sequence[str],
-        *,
-        origin: Mapping[str, Any],
-        details: Mapping[str, Any],
-        overwrite: bool = False,
+        self, run: str, parts: list[str], *, origin: dict[str, Any], details: dict[str, Any], overwrite: bool = False
     ) -> int:
         """Show readers the parts of a run in one step, and return their rows. One process does this, once all wrote."""
         files = [f"{run}-{part}.parquet" for part in parts]
@@ -214,10 +209,10 @@ class Annotation(NamedRecord[manifest.AnnotationRecord]):
             scored[place[found]] = True
         return values, scored
 
-    def _enter(self, file: str, details: Mapping[str, Any]) -> manifest.AnnotationPart:
+    def _enter(self, file: str, details: dict[str, Any]) -> manifest.AnnotationPart:
         data = (self.folder / file).read_bytes()
         rows = pq.ParquetFile(pa.BufferReader(data)).metadata.num_rows
-        return manifest.AnnotationPart(file, rows, len(data), hashlib.sha256(data).hexdigest(), dict(details))
+        return manifest.AnnotationPart(file, rows, len(data), hashlib.sha256(data).hexdigest(), details)
 
     def _read(self, entry: manifest.AnnotationPart) -> pa.Table:
         path = self.folder / entry.file
@@ -244,15 +239,14 @@ def remove_annotation(store_path: Path, name: str) -> None:
         file.unlink(missing_ok=True)
 
 
-def add_confidences(rows: Sequence[StoredRow], index: SampleIndex, start: int, names: Sequence[str]) -> list[StoredRow]:
-    """Return ``rows`` with the confidences ``names`` of ``index`` from row ``start`` on, without nan."""
-    annotated = []
-    for position, row in enumerate(rows, start):
+def add_confidences(group: QuestionSamples, index: SampleIndex, start: int, names: Sequence[str]) -> QuestionSamples:
+    """Return samples with the confidences ``names`` of ``index`` from row ``start`` on, without nan."""
+    samples = []
+    for position, sample in enumerate(group.samples, start):
         values = {name: float(index.confidences[name][position]) for name in names}
         known = {name: value for name, value in values.items() if value == value}
-        sample = replace(row.sample, confidences={**row.sample.confidences, **known})
-        annotated.append(replace(row, sample=sample))
-    return annotated
+        samples.append(replace(sample, confidences={**sample.confidences, **known}))
+    return replace(group, samples=tuple(samples))
 
 
 def _positions(column: pa.ChunkedArray, values: pa.Array) -> np.ndarray:

@@ -270,11 +270,15 @@ def write_reread(
     read: Callable[[QuestionSamples], QuestionSamples],
     *,
     readers: Mapping[str, str],
-    stale: Collection[str],
     hidden: Mapping[str, Collection[str]],
-    on_question: Callable[[QuestionSamples], None],
+    stale: Collection[str] = (),
+    on_question: Callable[[QuestionSamples], None] = lambda _: None,
 ) -> Reread:
-    """Re-extract every answer of a store whose parts are all locked, and replace the shards that changed."""
+    """Re-extract every answer of a store whose parts are all locked, and replace the shards that changed.
+
+    ``read`` changes answers and verdicts only. ``readers`` (by task, complete at the end) are recorded. ``hidden``
+    questions of a shard are not counted; ``stale`` annotations, which depend on answers, go if an answer has changed.
+    """
     for unfinished in parts.part_folders(root):  # of a killed re-extraction, whose part never got a manifest
         if unfinished.name.startswith(PREFIX) and not (unfinished / parts.PART_FILE).exists():
             shutil.rmtree(unfinished)

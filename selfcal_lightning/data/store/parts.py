@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import pyarrow as pa
@@ -89,7 +88,6 @@ class ShardWriter:
     ) -> None:
         self.folder, self.record, self.engine = folder, record, dict(engine)
         self.questions_per_shard = questions_per_shard
-        self.orphans = self.committed = 0
         self._lock = PartLock(folder)
         self._tables: list[pa.Table] = []
         self._sizes: dict[str, int] = {}  # samples of each question, by its id
@@ -105,7 +103,7 @@ class ShardWriter:
         self._lock.acquire()
         try:
             self._part = read_part(self.folder)
-            self.orphans = remove_unfinished(self.folder, self._part.shards)
+            remove_unfinished(self.folder, self._part.shards)
             for shard in self._part.shards:
                 if shard.round == self.record.round:
                     column = read_shard(self.folder / shard.file, columns=("question_id",))["question_id"]
@@ -117,9 +115,7 @@ class ShardWriter:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
             # Ctrl-C keeps what is complete; after an error nothing more is written.
             if kind is None or not issubclass(kind, Exception):
@@ -147,21 +143,19 @@ class ShardWriter:
         if self.buffered >= self.questions_per_shard:
             self.commit()
 
-    def commit(self) -> int:
-        """Write what is buffered as one shard and enter it in the part manifest. Returns the number of questions."""
+    def commit(self) -> None:
+        """Write what is buffered as one shard and enter it in the part manifest."""
         part = self._manifest()
         if not self._tables:
-            return 0
+            return
         number = part.next_shard
         written = write_shard(self.folder, number, self.record.round, self._tables, self.record.digest)
         shard = ShardEntry(round=self.record.round, engine=self.engine, **written)
         part = replace(part, next_shard=number + 1, shards=(*part.shards, shard))
         write_part(self.folder, part)
         self._part = part
-        self.committed += shard.questions
         self._sizes |= self._buffered
         self.discard()
-        return shard.questions
 
     def discard(self) -> None:
         """Forget what is buffered: those questions count as not sampled."""

@@ -43,7 +43,7 @@ PART_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 class EarlierSamples:
-    """The samples that questions already have, read one question at a time."""
+    """The samples that questions of a round have, also those not joined yet, read one question at a time."""
 
     def __init__(self, store: "SampleStore", round: int) -> None:
         self._root = store.path
@@ -189,29 +189,13 @@ class SampleStore:
             self.join()
         return report
 
-    def reread(
-        self,
-        read: Callable[[QuestionSamples], QuestionSamples],
-        *,
-        readers: Mapping[str, str],
-        stale: Collection[str] = (),
-        on_question: Callable[[QuestionSamples], None] = lambda _: None,
-    ) -> Reread:
-        """Replace the answers and verdicts of all samples, in one step for readers.
-
-        Args:
-            read: Returns a question with new answers and verdicts, otherwise unchanged.
-            readers: Reader by task, complete at the end; recorded in the manifest with the time.
-            stale: Annotations that depend on answers, removed if an answer has changed.
-            on_question: Called with every question that was read.
-        """
+    def reread(self, read: Callable[[QuestionSamples], QuestionSamples], **options: Any) -> Reread:
+        """Replace the answers and verdicts of all samples, in one step for readers, as ``maintenance.write_reread``."""
         with maintenance.all_parts(self.path):
             self.join()
             maintenance.drop_replaced(self.path)  # left by a killed re-extraction
             hidden = {entry.file: entry.dropped for entry in self.manifest.shards}
-            reread = maintenance.write_reread(
-                self.path, read, readers=readers, stale=stale, hidden=hidden, on_question=on_question
-            )
+            reread = maintenance.write_reread(self.path, read, hidden=hidden, **options)
             self.join()
             maintenance.drop_replaced(self.path)
         return reread
@@ -238,10 +222,6 @@ class SampleStore:
                     if name not in hidden and (name not in found or found[name].samples < question.samples):
                         found[name] = question
         return found
-
-    def earlier_samples(self, round: int = 0) -> EarlierSamples:
-        """Return the samples that questions of ``round`` have, also those that are not joined yet."""
-        return EarlierSamples(self, round)
 
     def question_ids(self, *, split: str | None = None, round: int = 0, include_parts: bool = False) -> set[str]:
         stored = self.stored_questions(round=round, include_parts=include_parts)
@@ -290,15 +270,10 @@ class SampleStore:
         self, *, split: str | None = None, round: int = 0, task: str | None = None, confidences: Sequence[str] = ()
     ) -> Iterator[QuestionSamples]:
         """Yield the joined questions of ``round`` with their samples, by question id; one question in memory."""
-        return map(shards.group_rows, self.rows(split=split, round=round, task=task, confidences=confidences))
-
-    def rows(
-        self, *, split: str | None = None, round: int = 0, task: str | None = None, confidences: Sequence[str] = ()
-    ) -> Iterator[list[StoredRow]]:
-        """Yield the rows of each joined question of ``round``, by question id; see :meth:`index` on ``confidences``."""
         index = self.index(split=split, round=round, task=task, confidences=confidences)
         for start, stop in pairwise(index.edges):
-            yield add_confidences(self.read_rows(index.locate(range(start, stop))), index, start, confidences)
+            group = shards.group_rows(self.read_rows(index.locate(range(start, stop))))
+            yield add_confidences(group, index, start, confidences)
 
     def read_rows(self, locators: Sequence[tuple[str, int]]) -> list[StoredRow]:
         """Return the rows at ``locators`` (of :meth:`SampleIndex.locate`), in their order."""

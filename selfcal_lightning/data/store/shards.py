@@ -6,6 +6,7 @@ read without its neighbours.
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache
@@ -234,13 +235,13 @@ def build_index(tables: Sequence[pa.Table], rows: Sequence[np.ndarray], files: S
     codes, ids = _codes(table["question_id"])
     names, ranks = np.unique(_objects(ids), return_inverse=True)
     codes = ranks[codes]
-    sample_index = _integers(table["index"])
+    sample_index = _numbers(table["index"], int)
     order = np.lexsort((sample_index, codes))
     shard = np.repeat(np.arange(len(files), dtype=np.int32), [len(part) for part in rows])
     row = np.concatenate([np.empty(0, np.int32), *rows]).astype(np.int32)
     texts = {name: _shared(table[name])[order] for name in ("task", "split", "answer", "finish")}
-    numbers = {name: _floats(table[name])[order] for name in ("correct", "yes_mass", "no_mass", "logprob")}
-    lengths = {name: _integers(table[name])[order] for name in ("num_prompt_tokens", "num_tokens")}
+    numbers = {name: _numbers(table[name], float)[order] for name in ("correct", "yes_mass", "no_mass", "logprob")}
+    lengths = {name: _numbers(table[name], int)[order] for name in ("num_prompt_tokens", "num_tokens")}
     confidences = {name: values[order] for name, values in _confidences(table["confidences"]).items()}
     return SampleIndex(
         question_id=names[codes][order], question_index=codes[order], sample_index=sample_index[order],
@@ -266,12 +267,9 @@ def _objects(values: Sequence[str | None]) -> np.ndarray:
     return array
 
 
-def _floats(column: pa.ChunkedArray) -> np.ndarray:
-    return column.cast(pa.float64()).fill_null(float("nan")).to_numpy().astype(np.float64)
-
-
-def _integers(column: pa.ChunkedArray) -> np.ndarray:
-    return column.cast(pa.int64()).fill_null(-1).to_numpy().astype(np.int64)
+def _numbers(column: pa.ChunkedArray, kind: type[int] | type[float]) -> np.ndarray:
+    stored, unknown = (pa.float64(), math.nan) if kind is float else (pa.int64(), -1)
+    return column.cast(stored).fill_null(unknown).to_numpy().astype(kind)
 
 
 def _confidences(column: pa.ChunkedArray) -> dict[str, np.ndarray]:

@@ -249,12 +249,11 @@ class ShortTextAnswers(Answers):
             return None
         names = [gold] if isinstance(gold, str) or not isinstance(gold, Sequence) else gold
         aliases = [alias for name in names if (alias := extraction.normalise_short_text(as_text(name)))]
-        if len(aliases) > 1:
-            return json.dumps(aliases, ensure_ascii=False)
-        return aliases[0] if aliases else None
+        return json.dumps(aliases, ensure_ascii=False) if len(aliases) > 1 else next(iter(aliases), None)
 
     def extract(self, text: str, *, finished: bool = True) -> str | None:
-        return extraction.read_short_text(text, finished=finished)
+        stated = extraction.stated_short_text(text, finished=finished)
+        return None if stated is None else extraction.normalise_short_text(stated)
 
     def verify(self, answer: str | None, reference: str) -> bool:
         said = extraction.normalise_short_text(answer or "")

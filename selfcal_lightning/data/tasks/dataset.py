@@ -62,10 +62,6 @@ class DatasetSpec:
         return self.read(row, question_id) if self.read else Item(row[self.columns[0]], row[self.columns[1]])
 
 
-# How free texts are compared with the reference; `selfcal verify` asks a model instead.
-VERIFY_MODES: dict[type, str] = {FreeTextAnswers: "contains", ShortTextAnswers: "exact"}
-
-
 class LocalQuestions(DatasetSpec):
     """Users' own questions: a file in one format, see ``rows``; short texts may have a list of aliases as answer."""
 
@@ -73,7 +69,9 @@ class LocalQuestions(DatasetSpec):
 
     def __init__(self, name: str, answers: Answers, *, verifier: VerifierForm | None = None) -> None:
         super().__init__(name, answers, None, ("question", "answer"), id_column="id", verifier=verifier)
-        self.verify_mode = VERIFY_MODES.get(type(answers))
+        # How free texts are compared with the reference; `selfcal verify` asks a model instead.
+        modes: dict[type, str] = {FreeTextAnswers: "contains", ShortTextAnswers: "exact"}
+        self.verify_mode = modes.get(type(answers))
 
 
 def has_question_rows(dataset: DataSet) -> bool:

@@ -136,17 +136,11 @@ def read_letter(text: str, letters: str = LETTERS, *, digits: bool = False, fini
     return None
 
 
-def read_short_text(text: str, *, finished: bool = True) -> str | None:
-    r"""Return the short answer that a response gives, normalised, or None.
+def stated_short_text(text: str, *, finished: bool = True) -> str | None:
+    """Return the short answer that a response gives, as it is written, or None.
 
     Order: the last box; the last answer field; the last line of a finished text.
     """
-    stated = stated_short_text(text, finished=finished)
-    return None if stated is None else normalise_short_text(stated)
-
-
-def stated_short_text(text: str, *, finished: bool = True) -> str | None:
-    """Return the short answer that a response gives, as it is written, or None; see :func:`read_short_text`."""
     part = final_part(text)
     if part is None:
         return None

@@ -8,6 +8,7 @@ from selfcal_lightning.data.tasks.base import Task
 from selfcal_lightning.records import Question, QuestionSamples, RecordedResponse, Response, Sample, Unstated
 
 CUT = ("length", "step")
+Received = Response | RecordedResponse | None  # None is a failed request
 _SHARED = sorted({one.name for one in fields(RecordedResponse)} - {"answer", "correct"})
 
 
@@ -20,7 +21,7 @@ class Judge:
         self._class_of: dict[str | None, str | None] = {None: None}
         self._correct: dict[str | None, bool | None] = {}
 
-    def read(self, response: Response | RecordedResponse | None) -> Sample:
+    def read(self, response: Received) -> Sample:
         """Return the next sample; None (a failed request) becomes an empty one without a finish.
 
         Answers and verdicts that a record states are kept. A response that was cut, by the token limit or at the end
@@ -53,12 +54,7 @@ class Judge:
 
 
 def judge(
-    question: Question,
-    responses: Sequence[Response | RecordedResponse | None],
-    task: Task,
-    *,
-    round: int = 0,
-    earlier: Sequence[Sample] = (),
+    question: Question, responses: Sequence[Received], task: Task, *, round: int = 0, earlier: Sequence[Sample] = ()
 ) -> tuple[Sample, ...]:
     """Return the samples of the responses; answers are named by the first seen, also among ``earlier`` samples."""
     reader = Judge(question, task, round=round)

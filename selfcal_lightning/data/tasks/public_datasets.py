@@ -8,7 +8,7 @@ from typing import Any
 from selfcal_lightning.data.tasks.answer_types import ExpressionAnswers, LetterAnswers, NumberAnswers, ShortTextAnswers
 from selfcal_lightning.data.tasks.dataset import DatasetSpec, Item, UnusableRowError, write_options
 from selfcal_lightning.data.tasks.extraction import LETTERS
-from selfcal_lightning.data.tasks.rows import PARQUET_CONVERSION, HubRows, HubSource, JoinedSource, OtherRows, Row
+from selfcal_lightning.data.tasks.rows import PARQUET_CONVERSION, HubRows, HubSource, JoinedSource, Row
 from selfcal_lightning.records import question_hash
 
 _ALL = {"train": "train", "validation": "validation", "test": "test"}
@@ -111,8 +111,7 @@ def _gpqa(subset: str, *, without: str | None = None) -> tuple[HubRows, ...]:
     def source(name: str) -> HubSource:
         return HubSource("Idavidrein/gpqa", {"all": "train"}, config=f"gpqa_{name}")
 
-    others = None if without is None else OtherRows(source(without), "all", "Record ID")
-    return (HubRows(source(subset), "all", without=others),)
+    return (HubRows(source(subset), "all", without=HubRows(source(without), "all") if without else None),)
 
 
 def _hub_rows(hub_id: str, split: str, **options: Any) -> HubRows:
@@ -266,7 +265,7 @@ PUBLIC_DATASETS = (
         "simpleqa_train", _TEXTS,
         JoinedSource({"train": (_hub_rows(
             "llamastack/simpleqa", "train", number_column="original_index",
-            without=OtherRows(_SIMPLEQA_VERIFIED, "test", "original_index"),
+            without=HubRows(_SIMPLEQA_VERIFIED, "test"),
         ),)}),
         ("input_query", "expected_answer"), "original_index", verifier="facts",
     ),

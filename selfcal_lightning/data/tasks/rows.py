@@ -35,15 +35,6 @@ class HubSource:
 
 
 @dataclass(frozen=True, slots=True)
-class OtherRows:
-    """Rows of the hub that are left out of a split because another split has them."""
-
-    source: HubSource
-    split: str
-    column: str
-
-
-@dataclass(frozen=True, slots=True)
 class HubRows:
     """Rows of one place on the hub: a piece of a joined split."""
 
@@ -52,7 +43,7 @@ class HubRows:
     renamed: Mapping[str, str] = field(default_factory=dict)
     number_column: str | None = None
     mark: str = ""
-    without: OtherRows | None = None
+    without: "HubRows | None" = None  # rows of another split, which are left out by their ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,13 +105,13 @@ def load_joined_rows(
     for piece in source.pieces[split]:
         needed = [piece.renamed.get(column, column) for column in columns if column != piece.number_column]
         others: set[object] = set()
-        if (without := piece.without) is not None:
-            others = {row[without.column] for row in load_hub_rows(without.source, without.split, [without.column])}
+        if (without := piece.without) is not None and id_column is not None:
+            others = {row[id_column] for row in load_hub_rows(without.source, without.split, [id_column])}
         for number, found in enumerate(load_hub_rows(piece.source, piece.split, needed)):
             row = {**found, **{here: found[there] for here, there in piece.renamed.items()}}
             if piece.number_column is not None:
                 row[piece.number_column] = number
-            if without is not None and row[without.column] in others:
+            if others and row.get(str(id_column)) in others:
                 continue
             if id_column is not None and piece.mark and id_column in row:
                 row[id_column] = f"{piece.mark}{row[id_column]}"
@@ -250,9 +241,7 @@ def read_table(path: str | Path, *, option: str = "path") -> Iterable[dict[str, 
     if is_hub_name(str(path)):
         return map(dict, load_hub_rows(*_hub_source(str(path), option), []))
     file = check_question_file(path, option=option)
-    if file.suffix == CSV_ENDING:
-        return _csv_rows(file)
-    return load_file_rows(str(file), [])
+    return _csv_rows(file) if file.suffix == CSV_ENDING else load_file_rows(str(file), [])
 
 
 def _hub_source(name: str, option: str) -> tuple[HubSource, str]:

@@ -124,7 +124,7 @@ def generate_samples(
         if plan is None:
             _check_number(store, num_samples, len(todo), split=split, round=round)
         counts = {question.id: num_samples if plan is None else plan.samples[question.id] for question in todo}
-        earlier = store.earlier_samples(round)
+        earlier = EarlierSamples(store, round)
         prompts = _encode_prompts(todo, chat, engine.max_context, prefixes or {}) if todo else {}
         drawn = sum(counts.values()) - sum(earlier.count(question.id) for question in todo)
         with Progress(drawn, label=f"Sampling {split}", enabled=progress) as bar:

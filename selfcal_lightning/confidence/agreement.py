@@ -131,10 +131,7 @@ class TwoSampleHybrid(Verbalized):
 
     ``a`` is the share of the two that give the response's answer, ``v`` the mean of what those state in words. It works
     with a server that shows nothing but text; scale it by Platt where labels exist. Of ``num_samples``, this response
-    is compared with those after it, wrapping around; other options are as in ``Verbalized``.
-
-    Reference:
-        Del et al., How Uncertainty Estimation Scales with Sampling in Reasoning Models, arXiv 2603.19118.
+    is compared with those after it, wrapping around; other options are as in ``Verbalized`` (arXiv 2603.19118).
     """
 
     name: ClassVar[str] = "two_sample_hybrid"

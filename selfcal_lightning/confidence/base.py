@@ -1,4 +1,4 @@
-"""The interface of estimators, how a confidence is read from a sample, and the tokens of a response and its steps."""
+"""The interface of estimators, how a confidence is read from a sample, and the tokens of a response."""
 
 import hashlib
 import math
@@ -8,10 +8,9 @@ from functools import cache
 from typing import Any, Protocol
 
 from selfcal_lightning.core.errors import InputError
-from selfcal_lightning.data.step_settings import RewardSettings, Steps
-from selfcal_lightning.data.steps import Span, ends_of, spans_of, token_spans
+from selfcal_lightning.data.step_settings import RewardSettings
 from selfcal_lightning.data.tasks.judging import is_failed
-from selfcal_lightning.models.chat_format import ChatFormat, Decode, token_pieces
+from selfcal_lightning.models.chat_format import ChatFormat
 from selfcal_lightning.records import QuestionSamples, Sample
 
 P_TRUE = "p_true"
@@ -147,15 +146,3 @@ def entry_ids(entry: QuestionSamples, chat: ChatFormat) -> list[ResponseIds | No
         else:
             found.append(ResponseIds(entry.prompt_ids, sample.token_ids, encoded=False))
     return found
-
-
-def steps_of(decode: Decode, ids: Sequence[int], steps: Steps) -> list[Span]:
-    """Return the tokens of each step of a response, without headings; empty without text."""
-    pieces = token_pieces(decode, ids)
-    return token_spans(pieces, spans_of("".join(pieces), steps))
-
-
-def step_ends_of(decode: Decode, ids: Sequence[int], steps: Steps) -> list[int]:
-    """Return the number of tokens up to the end of each step, ascending; the last covers the whole response."""
-    ends = ends_of(token_pieces(decode, ids), steps)
-    return [*ends[:-1], len(ids)] if ends else []

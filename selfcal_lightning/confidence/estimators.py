@@ -18,7 +18,7 @@ import numpy as np
 from selfcal_lightning.confidence import base
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.data.step_settings import Aggregation, Steps
-from selfcal_lightning.data.steps import Span, aggregate
+from selfcal_lightning.data.steps import Span, aggregate, token_step_ends
 from selfcal_lightning.engines.base import Engine, mass_of
 from selfcal_lightning.metrics.arrays import check_positive
 from selfcal_lightning.metrics.consistency import masked_standardised_weights
@@ -38,15 +38,11 @@ class ResponseConsistency:
     """The share of k samples of the question that agree with a response's answer, in [0, 1].
 
     ``c(y) = #{i in S: y_i = y} / k`` with S a set of k samples, drawn without replacement. Unreadable samples count
-    among the k but agree with nothing; an unreadable response has no confidence.
+    among the k but agree with nothing; an unreadable response has no confidence (arXiv 2203.11171, 2602.13540).
 
     Args:
         num_samples: k; None uses all samples. Questions with fewer samples use all of theirs.
         seed: Seeds the draw, separately for each question.
-
-    Reference:
-        arXiv 2602.13540 (response consistency as an estimator of capability); Wang et al., Self-Consistency,
-        arXiv 2203.11171.
     """
 
     name: ClassVar[str] = "response_consistency"
@@ -133,7 +129,8 @@ class StepSelfEvaluation(PTrue):
         self._steps, self._over_steps = steps, over_steps
 
     def _ends(self, response: tuple[int, ...]) -> list[int]:
-        return base.step_ends_of(self._chat.decode, response, self._steps)
+        ends = token_step_ends(self._chat.tokenizer, response, self._steps)
+        return [*ends[:-1], len(response)] if ends else []  # the last covers the whole response
 
     def _combine(self, values: Sequence[float | None]) -> float | None:
         known = [value for value in values if value is not None]

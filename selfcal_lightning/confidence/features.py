@@ -60,9 +60,7 @@ def feature_value(sample: Sample, name: str) -> float | None:
     value = confidence_of(sample, confidence_behind(name))
     if value is None or math.isinf(value):
         return None
-    if not name.startswith(LOGIT):
-        return float(value)
-    return log_odds_of(value, name)
+    return log_odds_of(value, name) if name.startswith(LOGIT) else float(value)
 
 
 def log_odds_of(probability: float, name: str = "confidence") -> float:

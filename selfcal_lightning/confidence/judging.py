@@ -64,14 +64,7 @@ class Candidate:
     answer: str
 
     def chat(self) -> tuple[Message, ...]:
-        r"""Return the chat that asks a model for the grade; what comes from outside is quoted.
-
-        Example:
-            >>> print(Candidate("facts", "Who?", '["ann", "anna"]', 'Eve"').chat()[1].content)
-            Question: "Who?"
-            Reference answer: "ann" or "anna"
-            Answer to grade: "Eve\""
-        """
+        """Return the chat that asks a model for the grade; what comes from outside is quoted."""
         names = " or ".join(map(_quoted, split_aliases(self.reference)[:MOST_NAMES]))
         text = (
             f"Question: {_quoted(self.question[:LONGEST_QUESTION])}\nReference answer: {names}\n"

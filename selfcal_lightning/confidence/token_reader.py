@@ -12,13 +12,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from selfcal_lightning.confidence import certainty
-from selfcal_lightning.confidence.base import entry_ids, steps_of
+from selfcal_lightning.confidence.base import entry_ids
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.data.step_settings import Steps
-from selfcal_lightning.data.steps import Span
+from selfcal_lightning.data.steps import Span, spans_of, token_spans
 from selfcal_lightning.engines.transformers.prompt_states import decoder_of, watch_levels
 from selfcal_lightning.models.causal_lm import forward_arguments, selected_logits, without_cudnn
-from selfcal_lightning.models.chat_format import ChatFormat
+from selfcal_lightning.models.chat_format import ChatFormat, token_pieces
 from selfcal_lightning.models.packing import PrefixTree, packs_rightly, prefer_segments, shared_prefix_problem
 from selfcal_lightning.records import QuestionSamples
 
@@ -128,9 +128,11 @@ class TokenReader:
             self._known = {}
 
     def steps(self, token_ids: tuple[int, ...], rule: Steps) -> list[Span]:
+        """Return the tokens of each step of a response, without headings; empty without text."""
         key = (token_ids, rule)
         if key not in self._spans:
-            self._spans[key] = steps_of(self.chat.decode, token_ids, rule)
+            pieces = token_pieces(self.chat.decode, token_ids)
+            self._spans[key] = token_spans(pieces, spans_of("".join(pieces), rule))
         return self._spans[key]
 
     def read(self, pool: Sequence[QuestionSamples]) -> list[list[ResponseStatistics | None]]:

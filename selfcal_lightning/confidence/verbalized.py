@@ -34,12 +34,15 @@ _BARE_REPLY = re.compile(
 _BARE_WORDS = re.compile(r"(?:(?:my\s+)?(?:confidence|probability)(?:\s+is)?\W*)?([a-z ]+?)\W*", re.IGNORECASE)
 
 
+Parse = Callable[[str], float | None]
+
+
 @dataclass(frozen=True)
 class VerbalScale:
     """A question to the model and a parser for its reply."""
 
     after: str
-    parse: Callable[[str], float | None]
+    parse: Parse
 
     @property
     def before(self) -> str:
@@ -81,7 +84,7 @@ TEN_WORDS = VerbalScale(
 )
 
 
-def _last(text: str, bare: re.Pattern[str], read: Callable[[str], float | None]) -> float | None:
+def _last(text: str, bare: re.Pattern[str], read: Parse) -> float | None:
     """Return the value in the last parsable box; without boxes, the value if the reply is nothing else."""
     reply = final_part(text)
     if reply is None:
@@ -114,7 +117,7 @@ Prompt = tuple[int, ...]
 
 
 class Verbalized:
-    """The probability of being right that the model states in words, in [0, 1].
+    """The probability of being right that the model states in words, in [0, 1] (Tian et al., arXiv 2305.14975).
 
     A further turn, rendered by the model's chat template with reasoning closed, asks for it after the response. A reply
     without a probability gives no confidence; it is never replaced by .5.
@@ -124,9 +127,6 @@ class Verbalized:
         query: The question; None uses the scale's own.
         max_new_tokens: Maximum length of a reply in tokens.
         attempts: How often to ask; the first reply is greedy, later ones are drawn at temperature 1.
-
-    Reference:
-        Tian et al., Just Ask for Calibration, arXiv 2305.14975.
     """
 
     name: ClassVar[str] = "verbalized"
@@ -186,12 +186,7 @@ class VerbalizedPercent(Verbalized):
 
 
 def ask_for_confidences(
-    engine: Engine,
-    prompts: Mapping[Prompt, int],
-    *,
-    parse: Callable[[str], float | None],
-    attempts: int = 1,
-    max_new_tokens: int = 128,
+    engine: Engine, prompts: Mapping[Prompt, int], *, parse: Parse, attempts: int = 1, max_new_tokens: int = 128
 ) -> dict[Prompt, float]:
     stated: dict[Prompt, float] = {}
     for attempt in range(attempts):

@@ -16,7 +16,6 @@ from support.house import Vectors
 from support.recorded_pools import sample_store
 
 from selfcal_lightning.commands.score import run_score
-from selfcal_lightning.confidence.base import step_ends_of
 from selfcal_lightning.confidence.certainty import (
     chain_of_embedding,
     lowest_group_confidence,
@@ -26,7 +25,7 @@ from selfcal_lightning.confidence.certainty import (
 from selfcal_lightning.confidence.estimators import PTrue, StepSelfEvaluation
 from selfcal_lightning.confidence.registry import ESTIMATORS, CriteriaSettings
 from selfcal_lightning.confidence.token_reader import ResponseStatistics, TokenReader
-from selfcal_lightning.data.steps import Span
+from selfcal_lightning.data.steps import Span, token_step_ends
 from selfcal_lightning.engines.transformers.engine import TransformersEngine
 from selfcal_lightning.metrics.consistency import masked_standardised_weights
 from selfcal_lightning.models.chat_format import token_pieces
@@ -234,9 +233,8 @@ class _TwoSteps:
 def test_steps_are_asked_one_by_one_and_the_last_is_p_true(engine: TransformersEngine, pool: Pool) -> None:
     entry = replace(pool[0], samples=pool[0].samples[:1])
     ids = entry.samples[0].token_ids
-    ends = step_ends_of(engine.chat.decode, ids, "sentence")
+    ends = [*token_step_ends(engine.chat.tokenizer, ids, "sentence")[:-1], len(ids)]
     assert len(ends) == 3
-    assert ends[-1] == len(ids)
     texts = [engine.chat.decode(ids[:end]) for end in ends]
     samples = [replace(entry.samples[0], text=text, token_ids=ids[:end]) for text, end in zip(texts, ends, strict=True)]
     (each,) = PTrue(engine, engine.chat).score([replace(entry, samples=tuple(samples))])

@@ -12,7 +12,7 @@ from support.store_samples import make_store
 
 from selfcal_lightning.cli import run
 from selfcal_lightning.commands.verify import VerificationReport, run_verify, verify_store
-from selfcal_lightning.confidence.judging import FORMS, KeptVerdicts, read_grade
+from selfcal_lightning.confidence.judging import FORMS, Candidate, KeptVerdicts, read_grade
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.data.store.shards import StoreCorruptError
@@ -115,6 +115,11 @@ def test_an_answer_that_gives_orders_stays_a_quotation(tmp_path: Path) -> None:
         line = prompt.splitlines()[-1].removeprefix("Answer to grade: ")
         assert len(json.loads(line)) <= 600, "one line, one string"
     assert verdicts(store)["q"] == [False, False]
+
+
+def test_a_candidate_is_asked_about_with_all_names_of_the_reference() -> None:
+    asked = Candidate("facts", "Who?", '["ann", "anna"]', 'Eve"').chat()[1].content
+    assert asked == 'Question: "Who?"\nReference answer: "ann" or "anna"\nAnswer to grade: "Eve\\""'
 
 
 def test_grades_of_each_form() -> None:

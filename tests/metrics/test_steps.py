@@ -19,6 +19,7 @@ from selfcal_lightning.data.steps import (
     _find_rule,
     aggregate,
     ends_of,
+    next_step_end,
     prefix_after,
     spans_of,
     step_position,
@@ -132,6 +133,9 @@ def test_ends_that_may_still_move_are_kept_back() -> None:
     assert ends_of(["x=3", ".", " So"], "sentence", is_over=False) == [2]
     assert ends_of(["x=3", ".\n"], "sentence", is_over=False) == [2]
     assert ends_of(["a", "\n\n"], "blank_line", is_over=False) == [2]
+    assert next_step_end(["It", " is", " 3", "."], "sentence") == (4, False), "a digit may follow"
+    assert next_step_end(["One", ".", " 2", "."], "sentence", after=2) is None, "a label"
+    assert next_step_end(["One", "\n", "\n"], "blank_line") == (3, True)
     assert ends_of(["a", "\n", "Step 1", "."], "heading", is_over=False) == []
     assert ends_of(["Step 1: a", "\n", "Step 2", ":", " b"], "heading", is_over=False) == [1]
 

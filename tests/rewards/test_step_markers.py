@@ -5,14 +5,14 @@ from typing import Any
 import pytest
 
 from selfcal_lightning.cli import run
-from selfcal_lightning.confidence.base import step_ends_of, steps_of
 from selfcal_lightning.confidence.registry import CriteriaSettings
 from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.data import steps
 from selfcal_lightning.data.step_settings import RewardSettings
 from selfcal_lightning.data.steps import StepEnd, StepStops, check_marker, step_prefixes, token_step_ends
 from selfcal_lightning.datamodules.rewards import RewardCollator, RewardDataModule
 from selfcal_lightning.engines.sampling.rollouts import RolloutSource, check_source
-from selfcal_lightning.models.chat_format import ChatFormat
+from selfcal_lightning.models.chat_format import ChatFormat, token_pieces
 from selfcal_lightning.records import Message, Question, QuestionSamples, Sample
 from selfcal_lightning.rewards.formats import QUANTILE_PRM, reward_format
 from selfcal_lightning.rewards.layouts import RewardEncoder
@@ -30,8 +30,9 @@ def test_all_that_read_steps_cut_behind_the_marker(chat: ChatFormat) -> None:
     cut = [chat.decode(ids[a:b]).strip() for a, b in zip([0, *ends], ends, strict=False)]
     assert cut == EQUATIONS
     assert [step for step, _ in step_prefixes(TEXT, MARKER)] == [step.rstrip("=") for step in EQUATIONS]
-    assert step_ends_of(chat.decode, ids, MARKER) == ends
-    assert next(chat.decode(ids[a:b]).strip() for a, b in steps_of(chat.decode, ids, MARKER)) == "First 34+75"
+    pieces = token_pieces(chat.decode, ids)
+    spans = steps.token_spans(pieces, steps.spans_of("".join(pieces), MARKER))
+    assert next(chat.decode(ids[a:b]).strip() for a, b in spans) == "First 34+75"
 
     question = Question("q", "local_number", (Message("user", "How many?"),), text="How many?")
     sample = Sample("q", 0, 0, TEXT, tuple(ids), "stop", "110", True)

@@ -340,6 +340,15 @@ def test_cost_is_given_in_tokens_or_in_seconds(costs: dict[str, float], message:
         TrainingCost(**costs)
 
 
+def test_a_smaller_evaluation_in_the_same_folder_reads_what_it_asks_for(tmp_path: Path) -> None:
+    for limit, number in ((3, 3), (2, 2)):
+        tests = [TestSet("id", "word_problems", "test_id", limit=limit)]
+        options = nested(num_samples=number, max_new_tokens=8, num_resamples=0, strategies=[])
+        results = run_evaluate(model="bundled", output_dir=str(tmp_path), tests=tests, **options)
+        counts = results["own.id.num_questions.model"], results["own.id.num_responses.model"]
+        assert counts == (limit, limit * number)
+
+
 @pytest.mark.slow
 def test_evaluate_runs_on_the_bundled_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tests = [TestSet("id", "word_problems", "test_id", limit=6), TestSet("ood", "word_problems", "test_ood", limit=4)]

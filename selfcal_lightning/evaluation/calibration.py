@@ -77,16 +77,16 @@ def pool_keys(
 ) -> tuple[dict[str, Any], dict[str, MetricChange]]:
     """Return the keys of one test set by the confidence ``name``, and what changed from the first system to the second.
 
-    Without a second system, resamples or a confidence, nothing is compared: each system stands alone.
+    Without a second system or a confidence, nothing is compared: each system stands alone.
     """
-    if len(pools) == len(metrics.SIDES) and name is not None and num_resamples:
+    if len(pools) == len(metrics.SIDES) and name is not None:
         pair = [pool.entries for pool in pools.values()]
         changes = metrics.compare_pools(*pair, name=name, num_resamples=num_resamples)
         return metrics.result_keys(test, changes, pair, name=name), changes
     keys: dict[str, Any] = {}
     for side, pool in pools.items():
         keys |= metrics.summary_keys(test, side, pool.entries, name=name)
-        if name is None or not num_resamples:
+        if name is None:
             for entry in pool.entries:
                 if None in entry.verdicts:
                     raise metrics.no_reference(entry.question.id)

@@ -292,7 +292,8 @@ class _PerQuestion:
             arrays.PASS_AT_1: lambda counts: (counts @ self.accuracy) / counts.sum(axis=1),
         }
         num_questions = len(self.questions)
-        draws = resample_counts(num_questions, num_resamples=num_resamples, seed=seed) if num_questions > 1 else ()
+        number = num_resamples if num_questions > 1 else 0
+        draws = resample_counts(num_questions, num_resamples=number, seed=seed) if number else ()
         blocks = [
             [functions[metric](counts) for metric in self.metrics]
             for counts in chain([np.ones((1, num_questions))], draws)

@@ -185,6 +185,16 @@ def test_pool_without_confidences_runs_what_counts(tmp_path: Path, capsys: pytes
         run_evaluate(output_dir=str(tmp_path / "out"), pools={"m": str(unlabelled)}, strategies=[])
 
 
+@pytest.mark.parametrize("sides", [["m"], ["before", "after"]])
+def test_without_resamples_there_are_all_values_and_no_intervals(sides: list[str], tmp_path: Path) -> None:
+    path = _write(tmp_path / "pool.jsonl", num_questions=6, prefix="t")
+    options = {"pools": dict.fromkeys(sides, path), "strategies": []}
+    found, full = (run_evaluate(output_dir=str(tmp_path / f"{n}"), num_resamples=n, **options) for n in (0, 5))
+    for key in (f"own.test.{metric}.{side}" for metric in METRICS for side in sides):
+        assert (found[key], found[f"{key}.low"]) == (full[key], None)
+    assert verdict(found)
+
+
 @pytest.mark.parametrize("sides", [["m"], ["base", "calibrated"]])
 def test_a_pool_is_summarised_by_the_confidence_that_it_has(sides: list[str], tmp_path: Path) -> None:
     """Responses made elsewhere bring a probability of another name, and not all of them do."""

@@ -219,4 +219,5 @@ class Evaluation:
             sampling=sampling, seed=self.seed, query=self.query,
         )  # fmt: skip
         sample_questions(own)
-        return read_set(store).first(num_samples)  # a store of an earlier or shared evaluation may have more
+        asked = {question.id for question in own.questions()}  # an earlier or shared evaluation may have more
+        return SampledSet(tuple(one for one in read_set(store).entries if one.question.id in asked)).first(num_samples)

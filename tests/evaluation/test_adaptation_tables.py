@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from support.strategy_pools import make_entry
@@ -15,9 +16,13 @@ from selfcal_lightning.adaptation.evaluation import (
     verdict,
 )
 from selfcal_lightning.adaptation.monitors import collapse, round_monitors
-from selfcal_lightning.adaptation.runs import QuestionSlice, load_sets
+from selfcal_lightning.adaptation.runs import Evaluation, QuestionSlice, load_sets
 from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.engines.settings import EngineSettings
 from selfcal_lightning.metrics.bootstrap import Estimate
+from selfcal_lightning.models.chat_format import DEFAULT_QUERY
+from selfcal_lightning.models.folders import resolve_model
+from selfcal_lightning.records import SamplingSettings
 
 
 def sampled(*answers: Sequence[str | None], yes: float = 0.5) -> SampledSet:
@@ -85,6 +90,19 @@ def test_sets_must_not_share_questions() -> None:
         load_sets(
             {"transductive": first, "inductive": QuestionSlice("word_problems", split="test_id", offset=2, limit=4)}
         )
+
+
+def test_an_evaluation_reads_the_questions_that_it_asks_for(tmp_path: Path) -> None:
+    names = []
+    for limit in (3, 2):
+        slices = {"inductive": QuestionSlice("word_problems", split="test_id", limit=limit)}
+        sampling, engine = SamplingSettings(max_new_tokens=4), EngineSettings()
+        evaluation = Evaluation(
+            resolve_model("bundled"), None, tmp_path, slices, sampling, (), 1, engine, 0, DEFAULT_QUERY, None, tmp_path,
+            tmp_path,
+        )  # fmt: skip
+        names.append(evaluation._sample("inductive", "base", sampling, num_samples=1).names)
+    assert (len(names[0]), names[1]) == (3, names[0][:2])
 
 
 def test_a_collapse_is_seen_where_the_votes_rise() -> None:

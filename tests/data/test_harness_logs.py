@@ -270,6 +270,15 @@ def test_a_batch_counts_a_request_once_for_each_time_it_was_sent(tmp_path: Path)
     assert {name: answers(group) for name, group in groups.items()} == {"b": ["6"], "a": ["4", "5"]}
 
 
+def test_a_choice_of_a_batch_without_text_is_counted_as_left_out(tmp_path: Path) -> None:
+    row = reply("a", "4", "5")
+    row["response"]["body"]["choices"][0] = {"message": {"content": None, "refusal": "No."}, "finish_reason": "stop"}
+    questions = write_lines(tmp_path / "questions.jsonl", TWO_AND_TWO)
+    report, groups = imported(tmp_path / "out.jsonl", row, questions=questions)
+    assert (report.responses, report.dropped) == (1, 1)
+    assert groups["a"].samples[0].num_tokens == 1  # its own, not those of both choices
+
+
 def test_ids_of_a_batch_that_name_two_questions_are_refused(tmp_path: Path) -> None:
     asked = ({"custom_id": "a", "body": {"prompt": text}} for text in ("2+2?", "3+3?"))
     requests, output = write_lines(tmp_path / "in.jsonl", *asked), tmp_path / "out.jsonl"

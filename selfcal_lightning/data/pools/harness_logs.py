@@ -325,8 +325,9 @@ def read_openai_batch(log: Log) -> Iterator[LoggedResponse]:
             continue
         chat = _chat(sent)
         question = _last_question(chat)
-        usage = body.get("usage") or {}
-        tokens = _count(usage.get("completion_tokens", usage.get("output_tokens"))) if len(texts) == 1 else None
+        usage, drawn = body.get("usage") or {}, len(body.get("choices") or texts)
+        log.skipped["without text"] += drawn - len(texts)  # such as refusals
+        tokens = _count(usage.get("completion_tokens", usage.get("output_tokens"))) if drawn == 1 else None
         for text, finish, logprob, counted in texts:
             yield LoggedResponse(
                 stem, question if own is None else own.text, text, chat or None, None if own is None else own.answer,

@@ -272,7 +272,9 @@ def test_labels_of_counted_votes_and_of_other_answers_lie_in_one_pool(
             str(feedback.path), str(tmp_path / f"{source}.json"), kind="platt", source=source, use_all=True
         )
         assert fitted.fitted_on.num_questions == found
-        assert f"{24 - found} answers without the confidence {source!r}" in capsys.readouterr().err
+        printed = capsys.readouterr()
+        assert f"{24 - found} answers without the confidence {source!r}" in printed.err
+        assert ("`selfcal serve` has cocoa and vote_share" in printed.out) == (source == "vote_share")
 
 
 def test_a_fault_of_ours_is_one_requests_own(caplog: pytest.LogCaptureFixture) -> None:

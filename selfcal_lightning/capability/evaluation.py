@@ -297,7 +297,7 @@ def decomposition_figure(rows: Sequence[DecompositionRow], test: TestQuestions, 
     bars.barh(names, capability, left=spread, color=BEFORE, label="error of capability")
     bars.set_xlabel("squared error against single responses")
     bars.set_xlim(0.0, 1.35 * (max([a + b for a, b in zip(capability, spread, strict=True)], default=0.0) or 1.0))
-    bars.legend(loc="lower right", fontsize=8, frameon=False)
+    bars.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2, fontsize=8, frameon=False)
     truth = test.truth.expected_accuracy
     verdicts = drawn_verdicts(truth, seed=seed)
     noise = np.random.default_rng(seed).uniform(-_JITTER, _JITTER, len(truth))

@@ -150,7 +150,7 @@ def votes_figure(rows: Sequence[VoteRow]) -> Figure:
         axes.set_xlabel("samples a question")
     panels[0].set_ylabel("accuracy of the vote")
     handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(handles), fontsize=8, frameon=False)
+    figure.legend(handles, labels, loc="outside lower center", ncols=2 * len(tests), fontsize=8, frameon=False)
     return figure
 
 

@@ -16,9 +16,12 @@ from selfcal_lightning.capability.evaluation import (
     TestQuestions,
     compare_abstention,
     compare_estimators,
+    decompose_errors,
+    decomposition_figure,
     test_questions,
 )
 from selfcal_lightning.capability.question_table import QuestionTable, load_capability_pool
+from selfcal_lightning.capability.reports import budget_figure
 from selfcal_lightning.cli import run
 from selfcal_lightning.commands.capability import run_evaluate_capability, run_fit_probe, run_score_questions
 from selfcal_lightning.core.errors import InputError
@@ -154,6 +157,17 @@ def test_a_uniform_allocation_is_mixed_in_by_hand() -> None:
     assert [each.value for each in oracle.gain] == pytest.approx([1 / 6, 1 / 12, 0.0])
     with pytest.raises(InputError, match="`budget` to lie between 1 and 4"):
         compare_mixing(test, drawn(test, 0), budget=5)
+
+
+def test_labels_of_figures_are_neither_cut_nor_on_bars() -> None:
+    test = judged([0, 1, 2, 4], 4, {"a": [0.1, 0.2, 0.5, 0.9]})
+    budgets, parts = compare_budgets(test, drawn(test, 5)), decompose_errors(test, drawn(test, 5))
+    one, other = budget_figure(budgets), decomposition_figure(parts, test)
+    one.draw_without_rendering()
+    other.draw_without_rendering()
+    label = one.axes[0].yaxis.label.get_window_extent()
+    assert 0 <= label.y0 < label.y1 <= one.bbox.y1
+    assert other.axes[0].get_legend().get_window_extent().y0 >= other.axes[0].get_window_extent().y1
 
 
 def test_abstention_by_hand() -> None:

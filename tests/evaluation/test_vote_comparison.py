@@ -11,11 +11,12 @@ from support.strategy_pools import make_entry, with_samples
 
 from selfcal_lightning.data.pools.importing import import_pool
 from selfcal_lightning.data.pools.recorded import RecordedPool, texts_digest
-from selfcal_lightning.evaluation.calibration import compare_votes, vote_hits
+from selfcal_lightning.evaluation.calibration import VoteRow, compare_votes, vote_hits, votes_figure
 from selfcal_lightning.evaluation.curves import Reshuffles
 from selfcal_lightning.evaluation.inputs import Inputs
 from selfcal_lightning.inference.sources import replay
 from selfcal_lightning.inference.voting import SelfConsistency
+from selfcal_lightning.metrics.bootstrap import Estimate
 
 WIDTH = 4
 
@@ -64,6 +65,15 @@ def test_weights_that_tell_right_from_wrong_raise_the_weighted_vote_only(tmp_pat
     assert header.endswith(
         "| before, counted | before, weighted | after, counted | after, weighted | change, weighted |"
     )
+
+
+@pytest.mark.parametrize("tests", [["one"], ["one", "two"]])
+def test_the_legend_of_the_votes_fits_into_the_figure(tests: list[str]) -> None:
+    kinds = [(side, is_weighted) for side in ("before", "after") for is_weighted in (True, False)]
+    figure = votes_figure([VoteRow(test, *kind, (1,), (Estimate(0.5, 0.4, 0.6),)) for test in tests for kind in kinds])
+    figure.draw_without_rendering()
+    box = figure.legends[0].get_window_extent()
+    assert 0 <= box.x0 < box.x1 <= figure.bbox.x1
 
 
 def test_texts_are_told_apart_without_keeping_them(tmp_path: Path) -> None:

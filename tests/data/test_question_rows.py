@@ -60,12 +60,18 @@ def test_text_and_parquet_are_read_alike(read: Reader, tmp_path: Path) -> None:
         ({"question": None}, "`question` to hold text, but got None"),
         ({"question": "x", "answer": "soon"}, r"`answer` to be an answer .*\(number\), but got 'soon'"),
         ({"question": "x", "answer": True}, "`answer` .*but got True"),
+        ({"question": "x", "answer": ["3", "4"]}, r"`answer` .*\(number\), but got \['3', '4'\]"),
         ({"question": "x", "id": " "}, "`id` to be text"),
     ],
 )
 def test_a_mistake_is_named_with_file_and_line(read: Reader, row: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=f"q.jsonl:2: .*{message}"):
         read(write_lines(tmp_path / "q.jsonl", {"question": "fine", "answer": 1}, row))
+
+
+@pytest.mark.parametrize(("task", "answer"), [("local_number", ["4", "four"]), ("local_expression", ["4"])])
+def test_a_list_of_equal_answers_is_one_answer(task: str, answer: list[str]) -> None:
+    assert read_questions([{"question": "2+2?", "answer": answer}], task=task)[0].reference == "4"
 
 
 def test_a_column_of_years_with_gaps_holds_whole_numbers(tmp_path: Path) -> None:

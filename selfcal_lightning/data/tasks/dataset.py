@@ -124,8 +124,11 @@ class DatasetTask:
         return questions
 
     def ask(self, row: rows.QuestionRow, *, question_id: str, chain_of_thought: bool = True) -> Question:
-        answers = self.dataset.answers
-        reference = answers.canonical(row.answer)
+        answers, given = self.dataset.answers, row.answer
+        if isinstance(given, list | tuple) and self.answer_type != "short text":  # is compared with one answer
+            read = {*answers.group([answers.canonical(one) for one in given])} - {None}
+            given = read.pop() if len(read) == 1 else None
+        reference = answers.canonical(given)
         if reference is None and row.answer is not None:
             raise InputError(
                 f"{row.where}Expected `answer` to be an answer of task {self.name!r} ({self.answer_type}), but got "

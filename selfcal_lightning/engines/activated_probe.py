@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.engines.base import check_query
@@ -15,15 +14,8 @@ _LEAST, _TIMES_NOISE = 1e-5, 3.0
 _SMALLEST = 1e-30
 
 Table = list[list[float]]
-ProbeGroups = Sequence[tuple[Sequence[tuple[int, ...]], bool]]  # prompts, and whether the adapter is asked
-
-
-class Probe(NamedTuple):
-    """Prompts, the same prompts followed by the query (``asked``), and the tokens whose probabilities are read."""
-
-    contexts: tuple[tuple[int, ...], ...]
-    asked: tuple[tuple[int, ...], ...]
-    token_ids: tuple[int, ...]
+Prompts = list[tuple[int, ...]]
+ProbeGroups = Sequence[tuple[Prompts, bool]]  # prompts, and whether the adapter is asked
 
 
 def query_settings(query: ConfidenceQuery, query_ids: Sequence[int]) -> dict[str, list[int]]:
@@ -32,22 +24,23 @@ def query_settings(query: ConfidenceQuery, query_ids: Sequence[int]) -> dict[str
     return {"query": list(query_ids), "token_ids": [*query.yes_ids, *query.no_ids]}
 
 
-def make_probe(query_ids: Sequence[int], token_ids: Sequence[int], *, vocabulary: int, longest: int) -> Probe:
+def try_adapter(
+    ask: Callable[[ProbeGroups], Sequence[Table]], query_ids: Sequence[int], *, vocabulary: int, longest: int,
+    exact: bool, engine: str,
+) -> tuple[Prompts, Table]:  # fmt: skip
+    """Compare an activated adapter with its base model by what ``ask`` answers about prompts, without and with a query.
+
+    Adapter and base model are asked together, over a cache that the base model has filled. Returns the prompts, and
+    what the awake adapter answers after their queries.
+    """
     lengths = sorted({min(length, longest - len(query_ids)) for length in CONTEXT_LENGTHS})
     if lengths[0] < 1:
         raise InputError(f"Expected `max_context` to leave room for a prompt before the query, but got {longest}.")
-    contexts = tuple(tuple((7 * i * i + 3 * i + length) % vocabulary for i in range(length)) for length in lengths)
-    return Probe(contexts, tuple((*context, *query_ids) for context in contexts), tuple(token_ids))
-
-
-def try_adapter(ask: Callable[[ProbeGroups], Sequence[Table]], probe: Probe, *, exact: bool, engine: str) -> Table:
-    """Compare an activated adapter with its base model by what ``ask`` answers, and return its answers when awake.
-
-    Adapter and base model are asked together, over a cache that the base model has filled.
-    """
-    (base,) = ask([(probe.contexts, False)])
-    awake, base_asked, asleep = ask([(probe.asked, True), (probe.asked, False), (probe.contexts, True)])
-    (base_again,) = ask([(probe.asked, False)])
+    contexts = [tuple((7 * i * i + 3 * i + length) % vocabulary for i in range(length)) for length in lengths]
+    queries = [(*context, *query_ids) for context in contexts]
+    (base,) = ask([(contexts, False)])
+    awake, base_asked, asleep = ask([(queries, True), (queries, False), (contexts, True)])
+    (base_again,) = ask([(queries, False)])
     bound = EXACT_NATS if exact else ROUNDED_NATS
     slept, kept, woke = _nats(asleep, base), _nats(base_again, base_asked), _nats(awake, base_asked)
     if not slept <= bound:
@@ -62,7 +55,7 @@ def try_adapter(ask: Callable[[ProbeGroups], Sequence[Table]], probe: Probe, *, 
         found = f"log-probabilities differ by {woke:.3g}, as much as noise. It was not trained, or it does not wake"
         wanted = "the activated adapter to change what follows its query"
         raise InputError(f"Expected {wanted}, but in {engine} {found}.")
-    return awake
+    return contexts, awake
 
 
 def check_equals_module(awake: Table, module: Table, *, engine: str) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from selfcal_lightning.engines.activated_probe import check_equals_module, make_probe, try_adapter
+from selfcal_lightning.engines.activated_probe import check_equals_module, try_adapter
 from selfcal_lightning.engines.base import ADAPTER_VARIABLE
 from selfcal_lightning.engines.vllm import plugin as vllm_plugin
 from selfcal_lightning.engines.vllm.process import worker_environment
@@ -173,9 +173,10 @@ def _try(*, exact: bool, **changes: float) -> None:
     given = {"base": 0.2, "asleep": 0.2, "base_asked": 0.3, "awake": 0.5, "base_again": 0.3, **changes}
     answers = {name: [[p, 0.1], [0.4, 0.1]] for name, p in given.items()}
     asked = iter([["base"], ["awake", "base_asked", "asleep"], ["base_again"]])
-    probe = make_probe(QUERY, (5, 6), vocabulary=50, longest=20)
-    awake = try_adapter(lambda _: [answers[name] for name in next(asked)], probe, exact=exact, engine="vLLM")
+    ask: Any = lambda _: [answers[name] for name in next(asked)]  # noqa: E731
+    contexts, awake = try_adapter(ask, QUERY, vocabulary=50, longest=20, exact=exact, engine="vLLM")
     assert awake == answers["awake"]
+    assert [len(context) + len(QUERY) for context in contexts] == [8, 20]
 
 
 def test_the_self_test_tells_what_is_wrong_and_fits_a_short_context() -> None:
@@ -193,8 +194,8 @@ def test_the_self_test_tells_what_is_wrong_and_fits_a_short_context() -> None:
     check_equals_module([[0.2, 0.1]], [[0.2, 0.10005]], engine="vLLM")
     with pytest.raises(ValueError, match=r"to 0\.0001 in float32, but they differ by 0\.0002"):
         check_equals_module([[0.2, 0.1]], [[0.2, 0.1002]], engine="vLLM")
-    probe = make_probe(QUERY, (5, 6), vocabulary=50, longest=20)
-    assert [len(context) for context in probe.contexts] == [5, 17]
-    assert all(len(asked) <= 20 and asked[-3:] == QUERY for asked in probe.asked)
+
+
+def test_the_probe_fits_a_short_context() -> None:
     with pytest.raises(ValueError, match="leave room for a prompt before the query, but got 3"):
-        make_probe(QUERY, (5, 6), vocabulary=50, longest=3)
+        try_adapter(lambda _: [], QUERY, vocabulary=50, longest=3, exact=True, engine="vLLM")

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 from selfcal_lightning.core.errors import InputError, RunError, check_at_least
 from selfcal_lightning.core.imports import check_installed
 from selfcal_lightning.engines import base
-from selfcal_lightning.engines.activated_probe import ProbeGroups, Table, make_probe, query_settings, try_adapter
+from selfcal_lightning.engines.activated_probe import ProbeGroups, Table, query_settings, try_adapter
 from selfcal_lightning.engines.openai import transport, wire
 from selfcal_lightning.models.chat_format import ChatFormat, generation_end_ids, load_tokenizer, vocabulary_size
 from selfcal_lightning.models.folders import adapter_identity, read_invocation_ids, resolve_model, weights_sha256
@@ -289,14 +289,13 @@ class OpenAIEngine:
     def _try_adapter(self, jobs: transport.BackgroundJobs, client: transport.Transport) -> None:
         settings = query_settings(self._chat.query, self._query_ids)
         sizes = {"vocabulary": self._vocabulary, "longest": self._facts.max_context}
-        probe = make_probe(settings["query"], settings["token_ids"], **sizes)
         exact, weights = self._identity["dtype"] == "float32", self._identity["weights"]
 
         async def ask_all(groups: ProbeGroups) -> list[Table]:
             deadline = self._time_limit()
             names = {True: self._facts.adapter, False: self._facts.served_model}
             tables = (
-                asyncio.gather(*(score(client, names[awake], ids, probe.token_ids, deadline) for ids in prompts))
+                asyncio.gather(*(score(client, names[awake], ids, settings["token_ids"], deadline) for ids in prompts))
                 for prompts, awake in groups
             )
             return await asyncio.gather(*tables)
@@ -305,14 +304,14 @@ class OpenAIEngine:
             return jobs.run(transport.presentably(ask_all(groups), key=self._key))
 
         try:
-            awake = try_adapter(ask, probe, exact=exact, engine="the server")
+            contexts, awake = try_adapter(ask, settings["query"], **sizes, exact=exact, engine="the server")
         except InputError as error:
             raise InputError(f"{error} {_WAY_OUT}") from None
         if exact and weights is not None:
             from selfcal_lightning.engines.transformers.slots import hold_against_module
 
             origin = {"model": weights, "revision": self._identity["revision"], "adapter": self._identity["adapter"]}
-            hold_against_module(awake, probe.contexts, settings, engine="the server", **origin)
+            hold_against_module(awake, contexts, settings, engine="the server", **origin)
 
     def _time_limit(self) -> float:
         return asyncio.get_running_loop().time() + self._deadline

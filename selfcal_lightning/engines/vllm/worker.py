@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.core.plugins import load_plugins_of_parent
-from selfcal_lightning.engines.activated_probe import ProbeGroups, Table, make_probe, try_adapter
+from selfcal_lightning.engines.activated_probe import ProbeGroups, Table, try_adapter
 from selfcal_lightning.engines.base import COLDEST_TEMPERATURE, EDT_PROCESSOR, ends_with_query, finish_of, mass_of
 from selfcal_lightning.engines.vllm.plugin import change_adapters
 from selfcal_lightning.engines.vllm.process import Channel
@@ -129,14 +129,13 @@ class Worker:
             self._lora = LoRARequest("adapter", 1, settings["adapter"])
             self._engine.add_lora(self._lora)
         if activated is not None:
-            sizes = {"vocabulary": self.limits["vocabulary"], "longest": self.limits["max_context"]}
-            probe = make_probe(activated["query"], activated["token_ids"], **sizes)
-            awake = try_adapter(
-                lambda groups: _ask(self._engine, groups, probe.token_ids, self._lora), probe,
+            contexts, awake = try_adapter(
+                lambda groups: _ask(self._engine, groups, activated["token_ids"], self._lora), activated["query"],
+                vocabulary=self.limits["vocabulary"], longest=self.limits["max_context"],
                 exact=self.limits["dtype"] == "float32", engine="vLLM",
             )  # fmt: skip
             self._engine.reset_prefix_cache()
-            self.limits["probe"] = {"contexts": probe.contexts, "awake": awake}
+            self.limits["probe"] = {"contexts": contexts, "awake": awake}
         self._finished: dict[str, list[dict[str, Any]]] = {"samples": [], "scores": [], "failed": []}
         kinds = ("prompt", "query", "score")
         self.counters = {"steps": 0} | {f"{kind}_{what}": 0 for kind in kinds for what in ("tokens", "cached_tokens")}

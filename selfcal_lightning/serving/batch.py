@@ -86,7 +86,13 @@ async def run_requests(
         async with room:
             own_id = answer_id(line, service.settings.seed)
             try:
-                status, content = 200, await _answer(service, line, name=own_id, key=name)
+                if line.get("url") != URL or line.get("method") != "POST" or not isinstance(line.get("body"), dict):
+                    raise Refused(400, f"Expected `method` POST, `url` {URL} and a `body`.")
+                body = read_body(ChatBody, line["body"])
+                if body.stream:
+                    raise Refused(400, "A batch does not stream.", param="stream")
+                job = await service.begin(body, name=own_id, key=name)
+                status, content = 200, service.reply(job, await job.outcome()).completion()
             except (Refused, InputError) as error:
                 if service.desk.died is not None:
                     return  # no answer: the same command asks again
@@ -116,13 +122,3 @@ async def run_requests(
     failed = sum(statuses[status] for status in PASSING)
     again = f", {failed:,} of them by faults of the engine: the same command asks again" if failed else ""
     return f"{statuses[200]:,} answered and {statuses.total() - statuses[200]:,} refused{again}{found}"
-
-
-async def _answer(service: Service, line: Mapping[str, Any], *, name: str, key: str) -> dict[str, Any]:
-    if line.get("url") != URL or line.get("method") != "POST" or not isinstance(line.get("body"), dict):
-        raise Refused(400, f"Expected `method` POST, `url` {URL} and a `body`.")
-    body = read_body(ChatBody, line["body"])
-    if body.stream:
-        raise Refused(400, "A batch does not stream.", param="stream")
-    job = await service.begin(body, name=name, key=key)
-    return service.reply(job, await job.outcome()).completion()

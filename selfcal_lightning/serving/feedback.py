@@ -74,8 +74,12 @@ class Metrics:
         text = "Tokens drawn and thrown away since the start."
         Gauge("cancelled_tokens", text, **own).set_function(lambda: desk.cancelled_tokens)
         Gauge("feedback_labels", "Labels.", **own).set_function(lambda: len(feedback.labelled))
-        for name, (text, _) in FROM_LABELS.items():
-            Gauge(f"feedback_{name}", text, **own).set_function(partial(from_labels, feedback, name))
+        for name, text, measure in (
+            ("accuracy", "Share of right.", lambda _, right: fmean(right)),
+            ("ece", "ECE.", expected_calibration_error),
+            ("brier", "Brier score.", brier_score),
+        ):
+            Gauge(f"feedback_{name}", text, **own).set_function(partial(from_labels, feedback, measure))
 
     def count(self, outcome: Outcome, stated: float | None) -> None:
         self.stops.labels(outcome.stop_reason).inc()
@@ -85,15 +89,8 @@ class Metrics:
             self.confidence.observe(stated)
 
 
-FROM_LABELS: dict[str, tuple[str, Callable[[list[float], list[float]], float | None]]] = {
-    "accuracy": ("Share of right.", lambda _, right: fmean(right)),
-    "ece": ("ECE.", expected_calibration_error),
-    "brier": ("Brier score.", brier_score),
-}
-
-
-def from_labels(feedback: Feedback, name: str) -> float:
+def from_labels(feedback: Feedback, measure: Callable[[list[float], list[float]], float | None]) -> float:
     """Return what confidences are worth by the labels; nan where there are none."""
     rows = [(min(max(told, 0.0), 1.0), float(right)) for told, right in feedback.labelled.values() if told is not None]
-    value = FROM_LABELS[name][1]([told for told, _ in rows], [right for _, right in rows]) if rows else None
+    value = measure([told for told, _ in rows], [right for _, right in rows]) if rows else None
     return math.nan if value is None else value

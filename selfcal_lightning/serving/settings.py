@@ -36,8 +36,8 @@ class Limits:
     stop_s: float = 20.0
 
     def __post_init__(self) -> None:
-        for name in ("max_samples", "max_new_tokens", "max_tokens_in_all", "max_queue"):
-            check_at_least(1, **{name: getattr(self, name)})
+        counts = ("max_samples", "max_new_tokens", "max_tokens_in_all", "max_queue")
+        check_at_least(1, **{name: getattr(self, name) for name in counts})
         for name in ("deadline_s", "max_body_mb", "read_s", "stop_s"):
             if not getattr(self, name) > 0.0:
                 raise InputError(f"Expected `{name}` to be above 0, but got {getattr(self, name)}.")

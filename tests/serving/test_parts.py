@@ -40,6 +40,7 @@ from selfcal_lightning.inference.driver import Driver
 from selfcal_lightning.inference.sources import Draws, EngineSource
 from selfcal_lightning.inference.thresholds import FittedThreshold
 from selfcal_lightning.inference.voting import SelfConsistency
+from selfcal_lightning.metrics.calibration import brier_score
 from selfcal_lightning.models.chat_format import ChatFormat
 from selfcal_lightning.records import Question, Sample, SamplingSettings, Verdict
 from selfcal_lightning.serving import running
@@ -235,7 +236,7 @@ def test_a_torn_label_is_cut_off_and_the_metrics_read_what_clients_were_told(tmp
     for name, told in (("a", 0.9), ("b", 0.3)):
         feedback.remember(name, "?", Sample(name, 0, 0, "4", (1,), "stop", "4", None), told=told)
         feedback.label(name, correct=name == "a")
-    assert from_labels(feedback, "brier") == pytest.approx((0.1**2 + 0.3**2) / 2)
+    assert from_labels(feedback, brier_score) == pytest.approx((0.1**2 + 0.3**2) / 2)
     with pytest.raises(RunError, match="Another process"):
         Feedback(tmp_path)
     feedback.file.close()

@@ -36,7 +36,7 @@ from selfcal_lightning.inference.thresholds import FittedThreshold
 from selfcal_lightning.records import Message, Sample, SamplingSettings
 from selfcal_lightning.serving import bodies
 from selfcal_lightning.serving.bodies import Body, ChatBody, Refused, read_body, refusal_of
-from selfcal_lightning.serving.decisions import Decision
+from selfcal_lightning.serving.decisions import DecisionBody
 from selfcal_lightning.serving.desk import Desk, Job, Outcome, Reader
 from selfcal_lightning.serving.feedback import Feedback, Metrics
 from selfcal_lightning.serving.replies import Calibration, Reply, chunk_head, delta, make_reply
@@ -298,32 +298,33 @@ class Service:
         rows = [row for row in await asyncio.wrap_future(asked) if row is not None]
         if len(rows) < len(texts) + begins:
             raise Refused(400, "The engine refuses to read this: it may be longer than the model's context.")
-        masses = [(mass_of(row[:num_yes]), mass_of(row[num_yes:num_both])) for row in rows[: len(texts)]]
-        samples = [
-            Sample("", i, 0, text, response, "stop", None, None, yes_mass=yes, no_mass=no)
-            for i, (text, response, (yes, no)) in enumerate(zip(texts, ids, masses, strict=True))
-        ]
+        samples = []
+        for i, (text, response, row) in enumerate(zip(texts, ids, rows, strict=not begins)):
+            masses = {"yes_mass": mass_of(row[:num_yes]), "no_mass": mass_of(row[num_yes:num_both])}
+            samples.append(Sample("", i, 0, text, response, "stop", None, None, **masses))
         # A probe reads with the engine's model, which is the thread's.
         scored = add(samples) if self.calibration.probe is None else await self.desk.do(partial(add, samples))
         return scored, rows[-1][num_both:], len(prompt)
 
     async def systemone(self, request: Request) -> Response:
         """Read a chance for each allowed answer, each as if it were a response."""
-        body = await self.read(bodies.DecisionBody, request)
+        body = await self.read(DecisionBody, request)
         self.check_model(body.model)
         if self.calibration.probe is not None:
             raise Refused(501, "A probe reads the states before the last token, where all options are the same.")
-        decisions = {name: Decision(name, question) for name, question in body.questions.items()}
+        options = {name: question.options(name) for name, question in body.questions.items()}
         answers, diagnostics, tokens = {}, {}, 0
 
         async def decide() -> None:
             nonlocal tokens
-            for name, one in decisions.items():
-                samples, row, length = await self.score([Message("user", one.text(body))], one.labels, begins=True)
-                answers[name] = one.answer([confidence_of(sample, self.confidence or "") or 0.0 for sample in samples])
-                mass = min(sum(row), 1.0)
+            for name, one in body.questions.items():
+                labels = [label for label, *_ in options[name]]
+                asked = [Message("user", body.text_of(one, options[name]))]
+                samples, row, length = await self.score(asked, labels, begins=True)
+                stated = [confidence_of(sample, self.confidence or "") or 0.0 for sample in samples]
+                answers[name], mass = one.answer(options[name], stated), min(sum(row), 1.0)
                 diagnostics[name] = {"label_mass": mass, "argmax_is_label": max(row) > 1.0 - mass}
-                tokens += length * len(one.labels)
+                tokens += length * len(labels)
 
         await self.in_time(request, decide)
         return JSONResponse({

@@ -153,24 +153,6 @@ class ConfidenceBody(Strict):
     task: str | None = None
 
 
-class DecisionQuestion(Strict):
-    """A question of ``/v1/systemone``, in the fields of vLLM's protocol."""
-
-    type: Literal["noul", "choice", "score"]
-    instructions: Any = ""
-    criteria: Any = None
-
-
-class DecisionBody(Strict):
-    """The body of ``/v1/systemone``."""
-
-    model: str | None = None
-    state: Any
-    questions: Annotated[dict[str, DecisionQuestion], Field(min_length=1, max_length=64)]
-    instructions: str | None = None
-    request_id: str | None = None
-
-
 class FeedbackBody(Strict):
     """The body of ``/v1/feedback``."""
 

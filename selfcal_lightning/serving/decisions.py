@@ -3,9 +3,11 @@
 import json
 import string
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from selfcal_lightning.serving.bodies import DecisionBody, DecisionQuestion, Refused
+from pydantic import Field
+
+from selfcal_lightning.serving.bodies import Refused, Strict
 
 # How the model is told to reply, and with what; `criteria` of each type in words.
 TYPES: dict[str, tuple[str, Sequence[str], str]] = {
@@ -17,31 +19,29 @@ TYPES: dict[str, tuple[str, Sequence[str], str]] = {
     ),
     "score": ("Answer with the number of one level only.", string.digits, "to be a list of 2 to 10 levels"),
 }
+Options = list[tuple[str, str, Any]]  # the label that the model replies with, the name, and the description
 
 
-class Decision:
-    """A question with its options: names, descriptions, and the labels that the model replies with."""
+class DecisionQuestion(Strict):
+    type: Literal["noul", "choice", "score"]
+    instructions: Any = ""
+    criteria: Any = None
 
-    def __init__(self, name: str, question: DecisionQuestion) -> None:
-        self.type, self.instructions = question.type, question.instructions
-        self.reply, labels, wanted = TYPES[question.type]
-        found = _options(question.type, question.criteria)
-        if found is None or len(found) > len(labels):
+    def options(self, name: str) -> Options:
+        """Return the options, or raise Refused where the ``criteria`` of this question are not what its type takes."""
+        _, labels, wanted = TYPES[self.type]
+        given, found = self.criteria, list[tuple[str, Any]]()
+        if self.type == "noul" and (given is None or (isinstance(given, dict) and given.keys() <= {"true", "false"})):
+            found = [("yes", (given or {}).get("true")), ("no", (given or {}).get("false"))]
+        elif self.type == "choice" and isinstance(given, dict):
+            found = [(str(option), text) for option, text in given.items()]
+        elif self.type == "score" and isinstance(given, list) and len(given) > 1:
+            found = [(str(level), None) for level in given]
+        if not 1 <= len(found) <= len(labels):
             raise Refused(400, f"Expected `criteria` {wanted}.", param=f"questions.{name}.criteria")
-        self.names, self.descriptions = [name for name, _ in found], [text for _, text in found]
-        self.labels = list(labels[: len(found)])
+        return [(label, *option) for label, option in zip(labels, found, strict=False)]
 
-    def text(self, body: DecisionBody) -> str:
-        state = body.state if isinstance(body.state, str) else json.dumps(body.state, ensure_ascii=False)
-        lines = [body.instructions, f"{state}\n", f"Question: {self.instructions}" if self.instructions else None]
-        for label, name, description in zip(self.labels, self.names, self.descriptions, strict=True):
-            shown = (name if self.type != "noul" else None, description)
-            lines.append(
-                f"{label}: {' - '.join(str(part) for part in shown if part not in (None, ''))}".removesuffix(": ")
-            )
-        return "\n".join(line for line in [*lines, self.reply] if line)
-
-    def answer(self, stated: Sequence[float]) -> dict[str, Any]:
+    def answer(self, options: Options, stated: Sequence[float]) -> dict[str, Any]:
         """Return the answer by the confidence in each option; their shares add up to 1.
 
         ``confidence`` is the calibrated chance that the option of most confidence is right.
@@ -52,19 +52,26 @@ class Decision:
         found: dict[str, Any] = {"type": self.type, "confidence": stated[top]}
         if self.type == "score":
             found["score"] = sum(level * share for level, share in enumerate(shares))
-            found["legend"] = dict(zip(self.labels, self.names, strict=True))
+            found["legend"] = {label: name for label, name, _ in options}
         else:
-            found[self.type] = shares[0] if self.type == "noul" else self.names[top]
-        names = self.labels if self.type == "score" else self.names
+            found[self.type] = shares[0] if self.type == "noul" else options[top][1]
+        names = [label if self.type == "score" else name for label, name, _ in options]
         return found | {"probabilities": dict(zip(names, shares, strict=True))}
 
 
-def _options(kind: str, criteria: Any) -> list[tuple[str, Any]] | None:
-    """Return names and descriptions of the options; None where ``criteria`` is not what the type takes."""
-    if kind == "noul" and (criteria is None or (isinstance(criteria, dict) and criteria.keys() <= {"true", "false"})):
-        return [("yes", (criteria or {}).get("true")), ("no", (criteria or {}).get("false"))]
-    if kind == "choice" and isinstance(criteria, dict) and criteria:
-        return [(str(name), text) for name, text in criteria.items()]
-    if kind == "score" and isinstance(criteria, list) and len(criteria) > 1:
-        return [(str(level), None) for level in criteria]
-    return None
+class DecisionBody(Strict):
+    model: str | None = None
+    state: Any
+    questions: Annotated[dict[str, DecisionQuestion], Field(min_length=1, max_length=64)]
+    instructions: str | None = None
+    request_id: str | None = None
+
+    def text_of(self, question: DecisionQuestion, options: Options) -> str:
+        state = self.state if isinstance(self.state, str) else json.dumps(self.state, ensure_ascii=False)
+        asked = f"Question: {question.instructions}" if question.instructions else None
+        lines = [self.instructions, f"{state}\n", asked]
+        for label, name, description in options:
+            parts = (name if question.type != "noul" else None, description)
+            shown = " - ".join(str(part) for part in parts if part not in (None, ""))
+            lines.append(f"{label}: {shown}".removesuffix(": "))
+        return "\n".join(line for line in [*lines, TYPES[question.type][0]] if line)

@@ -7,7 +7,7 @@ import logging
 import math
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
@@ -32,6 +32,7 @@ from selfcal_lightning.engines.opening import check_can_draw
 from selfcal_lightning.inference.base import Strategy
 from selfcal_lightning.inference.choices import choose_strategy
 from selfcal_lightning.inference.registry import setting_names
+from selfcal_lightning.inference.sources import Draws
 from selfcal_lightning.inference.thresholds import FittedThreshold
 from selfcal_lightning.records import Message, Sample, SamplingSettings
 from selfcal_lightning.serving import bodies
@@ -95,9 +96,9 @@ class Service:
         if model != self.model:
             raise Refused(404, f"There is no model {model[:100]!r} here, but {self.model!r}.", code="model_not_found")
 
-    def reader(self, name: str | None, stops: Sequence[str] = (), *, has_tools: bool = False) -> Reader:
+    def reader(self, name: str | None, *, has_tools: bool = False) -> Reader:
         name = name or self.settings.task
-        return Reader(None if name is None else get_task(name), stops, has_tools=has_tools)
+        return Reader(None if name is None else get_task(name), has_tools=has_tools)
 
     def sampling_for(self, body: ChatBody) -> SamplingSettings:
         """Return how the responses to a request are drawn."""
@@ -146,12 +147,13 @@ class Service:
             if asked is not None and most is not None and asked > most:
                 raise Refused(400, f"Expected at most {most}, but got {asked}.", param=f"selfcal.{field}")
         tools = () if body.tool_choice == "none" else tuple(body.tools or ())
-        reader, sampling = self.reader(options.task, body.stops, has_tools=bool(tools)), self.sampling_for(body)
+        stops, reader = body.stops, self.reader(options.task, has_tools=bool(tools))
+        sampling = self.sampling_for(body)
         strategy, fitted = self.strategy_for(body, sampling)
         max_tokens = options.max_tokens_in_all or limits.max_tokens_in_all or math.inf
         if sampling.max_new_tokens > max_tokens:
             sampling = replace(sampling, max_new_tokens=int(max_tokens))
-        if sampling != self.sampling or body.stops or tools or options.task not in (None, self.settings.task):
+        if sampling != self.sampling or stops or tools or options.task not in (None, self.settings.task):
             fitted = None  # it was fitted on responses that were sampled and read otherwise
         if (rate := options.max_error_rate) is not None:
             risk = None if fitted is None or fitted.target != "risk" else fitted.value
@@ -162,13 +164,14 @@ class Service:
         messages = tuple(turn.as_message() for turn in body.messages)
         seed = body.seed if options.seed is None else options.seed
         name = name or f"chatcmpl-{uuid.uuid4().hex}"
+        # With a seed the same messages get the same samples; without one, each request draws its own.
+        key = (key or name) if seed is None else json.dumps([[m.role, m.content] for m in messages])
+        draws = Draws(
+            (), sampling, self.settings.seed if seed is None else seed, key, stops, tools=tools,
+            turns=tuple(turn.as_turn() for turn in body.messages),
+        )  # fmt: skip
         return Job(
-            name, body, strategy, reader, sampling, messages,
-            seed=self.settings.seed if seed is None else seed,
-            # With a seed the same messages get the same samples; without one, each request draws its own.
-            key=(key or name) if seed is None else json.dumps([[m.role, m.content] for m in messages]),
-            tools=tools,
-            max_tokens=max_tokens,
+            name, body, strategy, reader, messages, draws, max_tokens,
             deadline=time.monotonic() + (options.deadline_s or limits.deadline_s),
             # An answer that may be withheld, or turn out to be a tool call, is sent when it is complete.
             streams=bool(body.stream) and strategy.max_samples == 1 and options.on_low == "answer" and not tools,

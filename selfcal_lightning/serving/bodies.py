@@ -127,8 +127,8 @@ class ChatBody(Lenient):
     selfcal: Options = Field(default_factory=lambda: Options.model_validate({}))
 
     @property
-    def stops(self) -> list[str]:
-        found = [text for text in ([self.stop] if isinstance(self.stop, str) else self.stop or ()) if text]
+    def stops(self) -> tuple[str, ...]:
+        found = tuple(text for text in ([self.stop] if isinstance(self.stop, str) else self.stop or ()) if text)
         if len(found) > MOST_STOPS:
             raise Refused(400, f"Expected at most {MOST_STOPS} texts in `stop`, but got {len(found)}.", param="stop")
         return found

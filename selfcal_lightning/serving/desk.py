@@ -29,7 +29,7 @@ from selfcal_lightning.inference.driver import Driver
 from selfcal_lightning.inference.sources import Draws, cut_at
 from selfcal_lightning.inference.thresholds import FittedThreshold
 from selfcal_lightning.models.chat_format import UNFINISHED
-from selfcal_lightning.records import Message, Question, Sample, SamplingSettings, Verdict
+from selfcal_lightning.records import Message, Question, Sample, Verdict
 from selfcal_lightning.serving.bodies import ChatBody, Refused
 
 if TYPE_CHECKING:
@@ -48,8 +48,8 @@ class Reader:
     name = "chat"
     answer_type: AnswerType = "short text"
 
-    def __init__(self, task: Task | None = None, stops: Sequence[str] = (), *, has_tools: bool = False) -> None:
-        self.task, self.stops, self.has_tools = task, stops, has_tools
+    def __init__(self, task: Task | None = None, *, has_tools: bool = False) -> None:
+        self.task, self.has_tools = task, has_tools
 
     def tool_calls(self, text: str) -> list[dict[str, Any]]:
         """Return the tools that a response calls, as Hermes, Qwen and others write it; none where one is not JSON."""
@@ -99,22 +99,18 @@ class Job:
     body: ChatBody
     strategy: Strategy
     reader: Reader
-    sampling: SamplingSettings
-    messages: tuple[Message, ...] = ()
-    seed: int = 0
-    key: str = ""
-    tools: tuple[dict[str, Any], ...] = ()
-    max_tokens: float = math.inf
-    deadline: float = math.inf
-    streams: bool = False
-    fitted: FittedThreshold | None = None
+    messages: tuple[Message, ...]
+    draws: Draws
+    max_tokens: float
+    deadline: float
+    streams: bool
+    fitted: FittedThreshold | None
     is_prepared: bool = False
     started: bool = False
     ended_by: str | None = None
     error: Exception | None = None
     arrived: list[Sample] = field(default_factory=list)
     sent: int = 0
-    prompt_ids: tuple[int, ...] = ()
     prompt_tokens: int = 0
     created: int = field(default_factory=lambda: int(time.time()))
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
@@ -141,7 +137,7 @@ class Job:
         if math.isinf(self.max_tokens):
             return sys.maxsize
         spent = sum(sample.num_tokens or 0 for sample in seen)
-        each = spent / len(seen) if spent else self.sampling.max_new_tokens
+        each = spent / len(seen) if spent else self.draws.sampling.max_new_tokens
         return max(int((self.max_tokens - spent) / each), 1)
 
     def solve(self, question: Question) -> Solving:
@@ -210,7 +206,7 @@ class Desk:
 
     def asked(self, name: str) -> Asked:
         """Return a question in work, or what ``reading`` holds, with its prompt."""
-        return Question(name, name, ()), self.jobs[name].prompt_ids if name in self.jobs else self.reading
+        return Question(name, name, ()), self.jobs[name].draws.prompt_ids if name in self.jobs else self.reading
 
     async def begin(self, job: Job) -> None:
         """Take a question in, to be sampled when there is room; raises Refused where it cannot be put to the model."""
@@ -294,14 +290,11 @@ class Desk:
 
     def _draw(self, job: Job) -> Draws:
         """Say how the samples of a question are drawn; the prompt is written here, since the tokeniser is ours."""
-        job.prompt_ids = ids = () if self.chat is None else self.chat.prompt_ids(job.messages, tools=job.tools or None)
-        job.prompt_tokens = len(ids)
+        ids = () if self.chat is None else self.chat.prompt_ids(job.messages, tools=job.draws.tools or None)
         read = {job.strategy.confidence, *(name for scorer in self.source.scorers for name in scorer.requires)}
-        return Draws(
-            ids, job.sampling, job.seed, job.key, stops=tuple(job.reader.stops),
-            to_the_end=not read.isdisjoint((LOGPROB, MEAN_LOGPROB)), tools=job.tools,
-            turns=tuple(turn.as_turn() for turn in job.body.messages),
-        )  # fmt: skip
+        to_the_end = not read.isdisjoint((LOGPROB, MEAN_LOGPROB))
+        job.draws, job.prompt_tokens = replace(job.draws, prompt_ids=ids, to_the_end=to_the_end), len(ids)
+        return job.draws
 
     def _on_arrival(self, sample: Sample) -> None:
         job = self.jobs[sample.question_id]
@@ -350,8 +343,8 @@ class Desk:
 
     def _pass_on(self, job: Job, text: str) -> None:
         """Send what is new of a text; what may still become a stop, or half a character, waits."""
-        longest = max((len(stop) for stop in job.reader.stops), default=1) - 1
-        text = cut_at(text, job.reader.stops).rstrip(UNFINISHED)
+        longest = max((len(stop) for stop in job.draws.stops), default=1) - 1
+        text = cut_at(text, job.draws.stops).rstrip(UNFINISHED)
         text = text[: max(len(text) - longest, 0)]
         if len(text) > job.sent:
             job.tell(text[job.sent :])

@@ -599,10 +599,10 @@ def test_with_a_seed_a_batch_draws_the_samples_that_the_server_draws() -> None:
     server, asked = service(), {"model": "m", "messages": MESSAGES}
 
     async def key(name: str, **fields: Any) -> str:
-        return server.make_job(read_body(ChatBody, asked | fields), name=name, key=name).key
+        return server.make_job(read_body(ChatBody, asked | fields), name=name, key=name).draws.key
 
     seeded, others = [asyncio.run(key(name, seed=3)) for name in "ab"], [asyncio.run(key(name)) for name in "ab"]
-    assert seeded == [make_job(server, asked | {"seed": 3}).key] * 2
+    assert seeded == [make_job(server, asked | {"seed": 3}).draws.key] * 2
     assert others == ["a", "b"]
 
 

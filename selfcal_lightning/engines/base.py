@@ -197,12 +197,8 @@ class InFlight:
 
     def __init__(self) -> None:
         self._number_of: dict[str, int] = {}
-        self._news: list[Response | tuple[str, Failure]] = []
+        self.news: list[Response | tuple[str, Failure]] = []
         self.scores: dict[int, list[float] | Failure | None] = {}  # by number; None is awaited
-
-    @property
-    def has_news(self) -> bool:
-        return bool(self._news)
 
     def check_new(self, requests: Sequence[Request]) -> None:
         taken = set(self._number_of)
@@ -216,16 +212,16 @@ class InFlight:
 
     def answer(self, response: Response) -> None:
         del self._number_of[response.request_id]
-        self._news.append(response)
+        self.news.append(response)
 
     def fail(self, name: str, failure: Failure) -> None:
         del self._number_of[name]
-        self._news.append((name, failure))
+        self.news.append((name, failure))
 
     def deliver(self) -> list[Response]:
         """Return the responses that came in first, or raise the failures that did."""
-        first = list(next((group for _, group in groupby(self._news, key=type)), ()))
-        del self._news[: len(first)]
+        first = list(next((group for _, group in groupby(self.news, key=type)), ()))
+        del self.news[: len(first)]
         if failures := dict(one for one in first if isinstance(one, tuple)):
             raise RequestsFailedError(failures)
         return cast(list[Response], first)
@@ -233,9 +229,9 @@ class InFlight:
     def drop(self, ids: Iterable[str]) -> tuple[dict[str, int], dict[int, str]]:
         """Forget requests; return the tokens of undelivered responses by id, and the names of the others by number."""
         dropped = set(ids)
-        responses = (news for news in self._news if isinstance(news, Response))
+        responses = (news for news in self.news if isinstance(news, Response))
         thrown_away = {one.request_id: len(one.token_ids) for one in responses if one.request_id in dropped}
-        self._news = [n for n in self._news if (n.request_id if isinstance(n, Response) else n[0]) not in dropped]
+        self.news = [n for n in self.news if (n.request_id if isinstance(n, Response) else n[0]) not in dropped]
         return thrown_away, {self._number_of.pop(name): name for name in dropped & self._number_of.keys()}
 
 

@@ -113,7 +113,6 @@ class OpenAIEngine:
         stream_interval: int = 1,
     ) -> None:
         check_installed("aiohttp", extra="openai")
-        max_batch = _DEFAULT_BATCH if max_batch is None else max_batch
         check_at_least(1, max_batch=max_batch, stream_interval=stream_interval)
         check_at_least(0, max_retries=max_retries)
         check_at_least(0.0, first_wait=first_wait, longest_wait=longest_wait)
@@ -129,7 +128,8 @@ class OpenAIEngine:
         self._stop_token_ids = None if stop_token_ids is None else sorted(stop_token_ids)
         self._vocabulary = 0
         self._server_edt, self._api_key_env = server_edt, api_key_env
-        self._max_batch, self._deadline, self._interval = max_batch, deadline, stream_interval
+        self.batch_size = _DEFAULT_BATCH if max_batch is None else max_batch
+        self._deadline, self._interval = deadline, stream_interval
         self._retrying = max_retries, first_wait, longest_wait
         self._key: str | None = None
         self._jobs: transport.BackgroundJobs | None = None
@@ -144,10 +144,6 @@ class OpenAIEngine:
     def max_context(self) -> int:
         self._ensure_started()
         return self._facts.max_context
-
-    @property
-    def batch_size(self) -> int:
-        return self._max_batch
 
     def submit(self, requests: Sequence[Request]) -> list[str]:
         self._ensure_started()
@@ -171,7 +167,7 @@ class OpenAIEngine:
     def poll(self, patience: float | None = None) -> list[Response]:
         self._ensure_open()
         until = math.inf if patience is None else time.monotonic() + patience
-        while self._flights and not self._in_flight.has_news and (left := until - time.monotonic()) > 0.0:
+        while self._flights and not self._in_flight.news and (left := until - time.monotonic()) > 0.0:
             with suppress(queue.Empty):
                 self._take_in(*self._jobs.take(None if patience is None else left))
         self._work_off()
@@ -203,11 +199,11 @@ class OpenAIEngine:
         if not with_adapter and self._identity["adapter"] is not None and self._query_ids is None:
             raise InputError("Expected `with_adapter`, since the server has no name for the model without its adapter.")
         base.check_prompts(prompts, self.max_context)
-        jobs = self._jobs
+        jobs, wanted = self._jobs, tuple(token_ids)
 
         async def score_one(prompt: tuple[int, ...]) -> list[float] | base.Failure:
             try:
-                return await self._probabilities(prompt, tuple(token_ids), with_adapter=with_adapter)
+                return await self._probabilities(prompt, wanted, self._time_limit(), with_adapter=with_adapter)
             except wire.ServerError as error:
                 return self._failure(error)
 
@@ -256,8 +252,8 @@ class OpenAIEngine:
             self._stop_token_ids = sorted(ends)
         self._vocabulary = max(len(self._chat.tokenizer), vocabulary_size(self._tokenizer, revision=revision))
         self._key = transport.read_key(self._api_key_env)
-        client = transport.Transport(self.base_url, self._key, self._max_batch + 1, *self._retrying)
-        jobs = transport.BackgroundJobs(limit=self._max_batch)
+        client = transport.Transport(self.base_url, self._key, self.batch_size + 1, *self._retrying)
+        jobs = transport.BackgroundJobs(limit=self.batch_size)
         try:
             self._facts = jobs.run(transport.presentably(self._inspect(client), key=self._key))
             if self._query_ids is not None:
@@ -332,21 +328,16 @@ class OpenAIEngine:
         if (query := request.query) is None:
             return response
         ids = (*request.context_ids, *response.token_ids, *query.suffix_ids)
-        masses = await self._probabilities(ids, (*query.yes_ids, *query.no_ids), deadline=deadline)
+        masses = await self._probabilities(ids, (*query.yes_ids, *query.no_ids), deadline)
         yes, no = masses[: len(query.yes_ids)], masses[len(query.yes_ids) :]
         return replace(response, yes_mass=base.mass_of(yes), no_mass=base.mass_of(no))
 
     async def _probabilities(
-        self,
-        prompt: Sequence[int],
-        token_ids: Sequence[int],
-        *,
-        deadline: float | None = None,
-        with_adapter: bool = True,
+        self, prompt: Sequence[int], token_ids: Sequence[int], deadline: float, *, with_adapter: bool = True
     ) -> list[float]:
         awake = with_adapter and base.ends_with_query(prompt, self._query_ids)
         name = self._facts.adapter if awake else self._facts.served_model
-        return await score(self._client, name, prompt, token_ids, deadline or self._time_limit())
+        return await score(self._client, name, prompt, token_ids, deadline)
 
     def _work_off(self) -> None:
         for outcome in self._jobs.take_ready() if self._jobs is not None else ():

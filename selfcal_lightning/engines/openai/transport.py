@@ -126,10 +126,7 @@ class BackgroundJobs:
         return self._outcomes.get(timeout=patience)
 
     def take_ready(self) -> list[Outcome]:
-        outcomes = []
-        while not self._outcomes.empty():
-            outcomes.append(self._outcomes.get())
-        return outcomes
+        return [self._outcomes.get() for _ in range(self._outcomes.qsize())]
 
     def drop(self, numbers: Iterable[int]) -> None:
         """Cancel jobs and wait until they have ended. A job that finishes meanwhile still has an outcome."""
@@ -276,10 +273,7 @@ class Transport:
 
     def _named(self, error: Exception) -> str:
         """Name an error of aiohttp, which may hold headers and so is not chained."""
-        return self._shown(f"{type(error).__name__}: {error}")
-
-    def _shown(self, text: str) -> str:
-        return presentable(text, key=self.key)
+        return presentable(f"{type(error).__name__}: {error}", key=self.key)
 
     @asynccontextmanager
     async def _answer(self, path: str, body: dict[str, Any] | None) -> AsyncIterator[ClientResponse]:
@@ -318,19 +312,19 @@ class Transport:
         try:
             value = json.loads(text)
         except (ValueError, RecursionError):
-            shown = self._shown(text.decode(errors="replace"))
+            shown = presentable(text.decode(errors="replace"), key=self.key)
             raise ServerError(f"Expected the server to answer in JSON, but got {shown!r}.") from None
         error = value.get("error") if isinstance(value, dict) else None
         if error is not None:  # in a stream the status was sent before the fault was known
             code = error.get("code") if isinstance(error, dict) else None
             if type(code) is not int:  # without a status it says nothing about this request
-                shown = self._shown(_message(text.decode(errors="replace")))
+                shown = presentable(_message(text.decode(errors="replace")), key=self.key)
                 raise ServerError(f"The server at {self.base_url} failed in the middle of an answer: {shown}")
             self._refuse(code, text.decode(errors="replace"), None)
         return value
 
     def _refuse(self, status: int, text: str, retry_after: str | None) -> NoReturn:
-        message = f"HTTP {status}: {self._shown(_message(text))}"
+        message = f"HTTP {status}: {presentable(_message(text), key=self.key)}"
         if status == HTTPStatus.TOO_MANY_REQUESTS or (500 <= status <= 599 and status != HTTPStatus.NOT_IMPLEMENTED):
             raise TransientError(message, retry_after=retry_after_seconds(retry_after))
         raise StatusError(f"The server at {self.base_url} refused: {message}", status=status)

@@ -156,7 +156,7 @@ class VLLMEngine:
     def poll(self, patience: float | None = None) -> list[Response]:
         """Wait for responses; raises EngineCrashedError after more than ``max_restarts`` failures in a row."""
         until = math.inf if patience is None else time.monotonic() + patience
-        while len(self._book) and not self._in_flight.has_news and (left := until - time.monotonic()) > 0.0:
+        while len(self._book) and not self._in_flight.news and (left := until - time.monotonic()) > 0.0:
             self._work(left)
         return self._in_flight.deliver()
 

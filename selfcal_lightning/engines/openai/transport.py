@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from urllib.parse import urlsplit
 
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.core.imports import require
@@ -51,10 +52,14 @@ Key = int | asyncio.Future[Any]  # a job's number, or what waits in the loop for
 
 def check_base_url(base_url: str, *, allow_http: bool = False) -> str:
     match = _BASE_URL.fullmatch(base_url)
+    try:
+        _ = urlsplit(base_url).port
+    except ValueError:  # it is above 65535, or what stands in brackets is no address
+        match = None
     if match is None:  # it may hold a password, so it is not repeated
         raise InputError(
-            "Expected `base_url` to be like https://host:port/v1, without user name, password or query. The key goes "
-            "into the environment variable that `api_key_env` names."
+            "Expected `base_url` to be like https://host:port/v1, with a port of at most 65535 and without user name, "
+            "password or query. The key goes into the environment variable that `api_key_env` names."
         )
     if match["scheme"] == "http" and not allow_http and not is_loopback(match["host"]):
         raise InputError(

@@ -55,6 +55,8 @@ def test_whatever_a_server_says_fails_one_request_at_most(reply: object) -> None
         ("http://evil.example\\@127.0.0.1/v1", False),
         ("https://user:secret@host/v1", False),
         ("https://host/v1?api_key=secret", False),
+        ("http://127.0.0.1:99999/v1", False),
+        ("https://[1:2]:8000/v1", False),
         ("ftp://host/v1", False),
         ("", False),
     ],

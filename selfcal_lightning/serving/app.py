@@ -303,8 +303,8 @@ class Service:
             raise Refused(400, "The engine refuses to read this: it may be longer than the model's context.")
         samples = []
         for i, (text, response, row) in enumerate(zip(texts, ids, rows, strict=not begins)):
-            masses = {"yes_mass": mass_of(row[:num_yes]), "no_mass": mass_of(row[num_yes:num_both])}
-            samples.append(Sample("", i, 0, text, response, "stop", None, None, **masses))
+            yes, no = mass_of(row[:num_yes]), mass_of(row[num_yes:num_both])
+            samples.append(Sample("", i, 0, text, response, "stop", None, None, yes_mass=yes, no_mass=no))
         # A probe reads with the engine's model, which is the thread's.
         scored = add(samples) if self.calibration.probe is None else await self.desk.do(partial(add, samples))
         return scored, rows[-1][num_both:], len(prompt)

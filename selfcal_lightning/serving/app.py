@@ -360,8 +360,8 @@ class Service:
 
     async def read(self, kind: type[Body], request: Request) -> Body:
         """Return the body of a request, which has so many bytes and seconds at most."""
-        most, content = int(self.limits.max_body_mb * 1e6), b""
-        too_large = Refused(413, f"Expected a body of at most {most:,} bytes.")
+        most, content = self.limits.max_body_mb * 1e6, b""
+        too_large = Refused(413, f"Expected a body of at most {most:,.0f} bytes.")
         if int(request.headers.get("content-length") or 0) > most:
             raise too_large
         try:

@@ -74,7 +74,8 @@ def serve(service: Service, *, host: str, port: int) -> None:
 
     config = uvicorn.Config(
         service.app(), host=host, port=port, http=Impatient, lifespan="off", log_level="warning", access_log=False,
-        server_header=False, timeout_graceful_shutdown=int(2 * limits.stop_s) + 1, h11_max_incomplete_event_size=65536,
+        server_header=False, timeout_graceful_shutdown=int(min(2 * limits.stop_s, 1e9)) + 1,
+        h11_max_incomplete_event_size=65536,
     )  # fmt: skip
     Server(config).run()
     if service.desk.died is not None:

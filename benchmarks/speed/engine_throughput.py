@@ -92,9 +92,8 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
     for _ in range(options.repeats):
         for engine_name, setting in passes:
             passes[engine_name, setting].append(measure(engines[engine_name], requests[setting]))
-    hit_rates = {
-        name: engine.statistics().query_hit_rate for name, engine in engines.items() if isinstance(engine, VLLMEngine)
-    }
+    counts = {name: engine.statistics() for name, engine in engines.items() if isinstance(engine, VLLMEngine)}
+    hit_rates = {name: of["query_cached_tokens"] / of["query_tokens"] for name, of in counts.items()}
     for engine in engines.values():
         engine.close()
     if options.reference_responses:

@@ -95,13 +95,11 @@ class Bench:
         seconds, before = cpu_seconds(engine.pid), engine.statistics()
         engine.next_token_probabilities(rows, self.token_ids)
         after = engine.statistics()
-        tokens, cached = (
-            getattr(after, name) - getattr(before, name) for name in ("score_tokens", "score_cached_tokens")
-        )
+        tokens, cached = (after[name] - before[name] for name in ("score_tokens", "score_cached_tokens"))
         return {
             "query": cpu_seconds(engine.pid) - seconds,
             "cached": cached / tokens,
-            "steps": after.steps - before.steps,
+            "steps": after["steps"] - before["steps"],
         }
 
     def run_pass(self, number: int) -> dict[str, dict[str, float]]:

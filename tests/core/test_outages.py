@@ -161,7 +161,7 @@ def test_a_broken_gpu_is_no_poison_prompt(tiny_model: str, chat: ChatFormat, mon
     requests = [Request(f"{p}/{s}", (5, 6, p), plain, seed=s) for p in range(7, 30) for s in range(2)]
     with pytest.raises(EngineCrashedError, match=r"crashed over 6 different prompts in a row, .*it died"):
         generate(engine, requests)
-    assert engine.statistics().quarantined < 20
+    assert engine.statistics()["quarantined"] < 20
     assert issubclass(EngineCrashedError, EngineStoppedError)
 
 

@@ -48,12 +48,11 @@ class TestActivated(ActivatedContract):
             before = engine.statistics()
             generate(engine, requests)
             after = engine.statistics()
-            tokens = after.query_tokens - before.query_tokens
+            tokens = after["query_tokens"] - before["query_tokens"]
             assert tokens > 32 * len(prompt)
-            rates.append((after.query_cached_tokens - before.query_cached_tokens) / tokens)
-            prompts, cached = after.prompt_tokens, after.prompt_cached_tokens
-            assert (cached - before.prompt_cached_tokens) / (prompts - before.prompt_tokens) > 0.5
-            assert after.query_hit_rate is not None
+            rates.append((after["query_cached_tokens"] - before["query_cached_tokens"]) / tokens)
+            prompts, cached = after["prompt_tokens"], after["prompt_cached_tokens"]
+            assert (cached - before["prompt_cached_tokens"]) / (prompts - before["prompt_tokens"]) > 0.5
         assert rates[1] == rates[0] > 0.5
 
     def test_samples_and_queries_in_one_batch_stay_apart(self, reference: Reference, engines: Any) -> None:

@@ -6,6 +6,7 @@ import os
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -312,7 +313,7 @@ def test_masses_stay_probabilities_in_spite_of_rounding() -> None:
     worker = Worker.__new__(Worker)
     spec = {"query": {"yes": [5, 6], "no": [7]}}
     worker._samples, worker._finished = {3: _Sample(spec, [1], {"id": 3})}, {"samples": []}
-    worker.counters = dict.fromkeys(("query_tokens", "query_cached_tokens"), 0)
+    worker.counters = Counter()
     logprobs = {5: math.log(0.5 + 1e-8), 6: math.log(0.5), 7: -40.0}
     position = {token: SimpleNamespace(logprob=value) for token, value in logprobs.items()}
     completion = SimpleNamespace(logprobs=[position])

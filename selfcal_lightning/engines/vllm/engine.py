@@ -16,7 +16,7 @@ from selfcal_lightning.engines import base
 from selfcal_lightning.engines.activated_probe import query_settings
 from selfcal_lightning.engines.vllm import process, records
 from selfcal_lightning.engines.vllm.process import WorkerProcess, is_cpu_build
-from selfcal_lightning.engines.vllm.records import Flight, FlightBook, VLLMStatistics
+from selfcal_lightning.engines.vllm.records import Flight, FlightBook
 from selfcal_lightning.models import folders
 from selfcal_lightning.models.chat_format import ChatFormat, generation_end_ids, load_tokenizer
 from selfcal_lightning.records import Request, Response
@@ -219,8 +219,9 @@ class VLLMEngine:
         if child is not None and self._owner == os.getpid():  # a forked copy must not end its parent's engine
             child.close()
 
-    def statistics(self) -> VLLMStatistics:
-        return VLLMStatistics(**(self._totals + self._child))
+    def statistics(self) -> Counter[str]:
+        """Return what was counted so far, restarts included: starts, crashes, steps, query_cached_tokens, ..."""
+        return self._totals + self._child
 
     @property
     def pid(self) -> int | None:

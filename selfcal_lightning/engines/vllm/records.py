@@ -1,4 +1,4 @@
-"""The vLLM engine's books: what is queued, what its child works on, the wire form of that, and statistics. No torch."""
+"""The vLLM engine's books: what is queued, what its child works on, and the wire form of that. No torch."""
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator
@@ -13,28 +13,6 @@ from selfcal_lightning.records import Request
 
 class EngineCrashedError(EngineStoppedError):
     """The engine's process failed more often in a row than is allowed."""
-
-
-@dataclass(frozen=True, slots=True)
-class VLLMStatistics:
-    """What the engine has done so far, restarts included."""
-
-    starts: int = 0
-    crashes: int = 0
-    quarantined: int = 0
-    cancelled: int = 0
-    steps: int = 0
-    prompt_tokens: int = 0
-    prompt_cached_tokens: int = 0
-    query_tokens: int = 0
-    query_cached_tokens: int = 0
-    score_tokens: int = 0
-    score_cached_tokens: int = 0
-
-    @property
-    def query_hit_rate(self) -> float | None:
-        """Share of the P(True) passes' tokens that came from the prefix cache; None before the first."""
-        return self.query_cached_tokens / self.query_tokens if self.query_tokens else None
 
 
 SHRINK = 8  # the group that was in flight at a crash is run again in groups of an eighth
@@ -117,26 +95,18 @@ def wire_messages(flights: Iterable[tuple[int, Flight]], room: Callable[[Request
             asked = {"prompt": flight.prompt, "token_ids": flight.token_ids, "with_adapter": flight.with_adapter}
             scores.append({"id": number, **asked})
         else:
-            place = prompts.setdefault(flight.prompt, len(prompts))
-            samples.append({"id": number, "prompt": place, **_sample_form(flight.request, room(flight.request))})
+            request, query = flight.request, flight.request.query
+            samples.append({
+                "id": number, "prompt": prompts.setdefault(flight.prompt, len(prompts)),
+                "temperature": request.sampling.temperature, "edt": edt_parameters(request.sampling),
+                "top_p": request.sampling.top_p, "max_tokens": room(request), "seed": request.seed % 2**63,
+                "stream_seed": stream_seed(request) % 2**63, "step_ids": list(map(int, request.step_ids)),
+                "query": query and {"suffix": query.suffix_ids, "yes": query.yes_ids, "no": query.no_ids},
+            })  # fmt: skip
     if scores:
         yield {"op": "score", "requests": scores}
     if samples:
         yield {"op": "sample", "prompts": list(prompts), "requests": samples}
-
-
-def _sample_form(request: Request, max_tokens: int) -> dict[str, Any]:
-    query = request.query
-    return {
-        "temperature": request.sampling.temperature,
-        "edt": edt_parameters(request.sampling),
-        "top_p": request.sampling.top_p,
-        "max_tokens": max_tokens,
-        "seed": request.seed % 2**63,
-        "stream_seed": stream_seed(request) % 2**63,
-        "step_ids": list(map(int, request.step_ids)),
-        "query": query and {"suffix": query.suffix_ids, "yes": query.yes_ids, "no": query.no_ids},
-    }
 
 
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # those that vLLM has room for

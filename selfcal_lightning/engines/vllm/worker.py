@@ -22,6 +22,7 @@ import signal
 import socket
 import sys
 import threading
+from collections import Counter
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -137,8 +138,7 @@ class Worker:
             self._engine.reset_prefix_cache()
             self.limits["probe"] = {"contexts": contexts, "awake": awake}
         self._finished: dict[str, list[dict[str, Any]]] = {"samples": [], "scores": [], "failed": []}
-        kinds = ("prompt", "query", "score")
-        self.counters = {"steps": 0} | {f"{kind}_{what}": 0 for kind in kinds for what in ("tokens", "cached_tokens")}
+        self.counters = Counter[str]()
 
     @property
     def busy(self) -> bool:
@@ -197,7 +197,7 @@ class Worker:
         if not any(self._finished.values()) and not even_if_empty:
             return None
         finished, self._finished = self._finished, {"samples": [], "scores": [], "failed": []}
-        return {"event": "results", **finished, "counters": dict(self.counters)}
+        return {"event": "results", **finished, "counters": self.counters.copy()}
 
     def shutdown(self) -> None:
         self._engine.engine_core.shutdown()

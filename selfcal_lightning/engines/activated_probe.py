@@ -1,7 +1,8 @@
 """Checks on a few prompts that an engine applies an activated adapter to its query only. No torch."""
 
-import math
 from collections.abc import Callable, Sequence
+
+import numpy as np
 
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.engines.base import check_query
@@ -60,18 +61,13 @@ def try_adapter(
 
 def check_equals_module(awake: Table, module: Table, *, engine: str) -> None:
     """Compare an engine with the training module, by probabilities after the queries, in float32."""
-    difference = _largest_difference(awake, module)
+    difference = np.abs(np.subtract(awake, module)).max()
     if not difference <= EXACT_DIFFERENCE:
         wanted = f"{engine} to give the probabilities of the module that trained the activated adapter"
         found = f"they differ by {difference:.3g}. Is `model` its base model?"
         raise InputError(f"Expected {wanted} to {EXACT_DIFFERENCE:g} in float32, but {found}")
 
 
-def _largest_difference(found: Table, wanted: Table) -> float:
-    return max(abs(p - q) for pair in zip(found, wanted, strict=True) for p, q in zip(*pair, strict=True))
-
-
 def _nats(found: Table, wanted: Table) -> float:
     """Return the largest absolute difference of log-probabilities."""
-    logs = [[[math.log(max(p, _SMALLEST)) for p in row] for row in table] for table in (found, wanted)]
-    return _largest_difference(*logs)
+    return np.abs(np.subtract(*(np.log(np.maximum(table, _SMALLEST)) for table in (found, wanted)))).max().item()

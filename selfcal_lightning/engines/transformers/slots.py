@@ -199,12 +199,9 @@ class SlotRows:
         logits = logits.float()
         temperature, edt_scale, edt_theta, top_p = self._settings[:n].unbind(1)
         probabilities = sampling_probabilities(
-            logits,
-            temperature=temperature,
-            edt_scale=edt_scale if self._any_edt else None,
-            edt_theta=edt_theta,
+            logits, temperature=temperature, edt_scale=edt_scale if self._any_edt else None, edt_theta=edt_theta,
             top_p=top_p if self._any_top_p else 1.0,
-        )
+        )  # fmt: skip
         count = self.count[:n]
         token = draw(probabilities, self._uniforms[:n].gather(1, count[:, None]).squeeze(1))
         running = ~self.done[:n]
@@ -228,11 +225,6 @@ class SlotRows:
 def encode_contexts(model: CachedModel, rows: SlotRows, requests: Mapping[int, Request], *, most: int) -> None:
     """Bring all but the last token of each request's prompt and prefix into its slot."""
     model.cache.reserve(max(requests) + 1, max(len(request.context_ids) for request in requests.values()))
-    _encode_prompts(model, rows, requests, most)
-    _encode_prefixes(model, requests, most)
-
-
-def _encode_prompts(model: CachedModel, rows: SlotRows, requests: Mapping[int, Request], most: int) -> None:
     holders = {rows.held(slot).prompt_ids: slot for slot in rows.live()}
     kept = {slot: request.prompt_ids for slot, request in requests.items()}
     holders |= {prompt: slot for slot, prompt in kept.items() if rows.prompts[slot] == prompt}
@@ -242,21 +234,17 @@ def _encode_prompts(model: CachedModel, rows: SlotRows, requests: Mapping[int, R
         model.extend(where, torch.zeros_like(where), padded([prompt[:-1] for prompt in chunk], model.device))
     holders |= new
     _copy(model, requests, {slot: holders[p] for slot, p in kept.items() if len(p) > 1}, part="prompt_ids")
-
-
-def _encode_prefixes(model: CachedModel, requests: Mapping[int, Request], most: int) -> None:
+    continued = {slot: request.context_ids for slot, request in requests.items() if request.prefix_ids}
     readers: dict[tuple[int, ...], int] = {}
-    for slot, request in requests.items():
-        if request.prefix_ids:
-            readers.setdefault(request.context_ids, slot)
-    for chunk in chunks_of(readers.values(), lambda slot: len(requests[slot].prefix_ids), most):
+    for slot, ids in continued.items():
+        readers.setdefault(ids, slot)
+    for slots in chunks_of(readers.values(), lambda slot: len(requests[slot].prefix_ids), most):
         # All but the last token of the prompt is there, and the last one of the context is still to come.
-        starts = [len(requests[slot].prompt_ids) - 1 for slot in chunk]
-        tails = [requests[slot].context_ids[start:-1] for slot, start in zip(chunk, starts, strict=True)]
+        starts = [len(requests[slot].prompt_ids) - 1 for slot in slots]
+        tails = [requests[slot].context_ids[start:-1] for slot, start in zip(slots, starts, strict=True)]
         device = model.device
-        model.extend(torch.tensor(chunk, device=device), torch.tensor(starts, device=device), padded(tails, device))
-    sources = {slot: readers[request.context_ids] for slot, request in requests.items() if request.prefix_ids}
-    _copy(model, requests, sources, part="context_ids")
+        model.extend(torch.tensor(slots, device=device), torch.tensor(starts, device=device), padded(tails, device))
+    _copy(model, requests, {slot: readers[ids] for slot, ids in continued.items()}, part="context_ids")
 
 
 def _copy(model: CachedModel, requests: Mapping[int, Request], sources: Mapping[int, int], *, part: str) -> None:

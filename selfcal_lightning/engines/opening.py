@@ -13,7 +13,7 @@ from selfcal_lightning.engines.base import Engine
 from selfcal_lightning.engines.openai.engine import OpenAIEngine, check_reachable
 from selfcal_lightning.engines.openai.transport import check_base_url
 from selfcal_lightning.engines.openai.wire import check_sampling
-from selfcal_lightning.engines.settings import EngineName, EngineOptions
+from selfcal_lightning.engines.settings import EngineOptions
 from selfcal_lightning.models.chat_format import ChatFormat, Prompt, load_tokenizer
 from selfcal_lightning.models.folders import check_adapter_name, check_model, check_name
 from selfcal_lightning.records import SamplingSettings
@@ -35,7 +35,15 @@ def open_engine(options: EngineOptions, model: str, *, chat: ChatFormat) -> Engi
     Raises:
         MissingPackageError: The engine is an extra that is not installed.
     """
-    kind = engine_class(options.name)
+    kind: Callable[..., Engine] = OpenAIEngine
+    if options.name == "vllm":
+        from selfcal_lightning.engines.vllm.engine import VLLMEngine
+
+        kind = VLLMEngine
+    elif options.name == "transformers":
+        from selfcal_lightning.engines.transformers.engine import TransformersEngine
+
+        kind = TransformersEngine
     own: dict[str, Any] = {"revision": options.revision, "adapter": options.adapter, "dtype": options.dtype}
     own |= {"max_batch": options.max_batch, "chat": chat}
     if options.base_url is not None:
@@ -77,18 +85,6 @@ def load_chat(options: EngineOptions, model: str, *, query: str, prompt: Prompt 
 def check_can_draw(options: EngineOptions, sampling: SamplingSettings) -> None:
     if options.is_remote:
         check_sampling(sampling, server_edt=options.engine_args.get("server_edt", False))
-
-
-def engine_class(name: EngineName) -> Callable[..., Engine]:
-    if name == "vllm":
-        from selfcal_lightning.engines.vllm.engine import VLLMEngine
-
-        return VLLMEngine
-    if name == "openai":
-        return OpenAIEngine
-    from selfcal_lightning.engines.transformers.engine import TransformersEngine
-
-    return TransformersEngine
 
 
 def _check_engine_args(options: EngineOptions, known: list[str]) -> None:

@@ -95,21 +95,18 @@ class GenerationSettings:
     @classmethod
     def from_plain(cls, content: Mapping[str, Any]) -> Self:
         """Return the settings that ``dataclasses.asdict`` made ``content`` of, perhaps in another process."""
-        records = {
-            "engine": EngineOptions(**content["engine"]),
-            "sampling": SamplingSettings(**content["sampling"]),
-            "prompt": None if content["prompt"] is None else Prompt.from_json(content["prompt"]),
-        }
-        rollouts = content.get("rollouts")
-        return cls(**{**content, **records, "rollouts": None if rollouts is None else RolloutSource(**rollouts)})
+        engine, sampling = EngineOptions(**content["engine"]), SamplingSettings(**content["sampling"])
+        prompt, rollouts = content["prompt"] and Prompt.from_json(content["prompt"]), content["rollouts"]
+        own = {"engine": engine, "sampling": sampling, "prompt": prompt}
+        return cls(**{**content, **own, "rollouts": rollouts and RolloutSource(**rollouts)})
 
     def chat(self) -> ChatFormat:
         return load_chat(self.engine, self.model, query=self.query, prompt=self.prompt)
 
     def check(self) -> None:
         """Check everything that needs no model in memory, cheapest first."""
-        for name in ("num_samples", "questions_per_shard", "max_failures"):
-            check_at_least(1, **{name: getattr(self, name)})
+        check_at_least(1, num_samples=self.num_samples, questions_per_shard=self.questions_per_shard)
+        check_at_least(1, max_failures=self.max_failures)
         if self.extend and self.plan is not None:
             raise InputError("Expected `extend` without a `plan`, which says how many responses each question gets.")
         if not self.task and self.rollouts is None:
@@ -124,15 +121,14 @@ class GenerationSettings:
 
     def questions(self) -> list[Question]:
         if self.rollouts is not None:
-            return [prefix.question for prefix in self._prefixes()]
+            return [prefix.question for prefix in self.prefixes]
         questions = [question for name in self.task for question in load_source(self, name, prompt=self.prompt)]
         sampler.check_questions(questions)
         return questions if self.planned is None else self.planned.chosen(questions)
 
-    def prefixes(self) -> dict[str, tuple[int, ...]]:
-        return {one.question.id: one.prefix_ids for one in self._prefixes()}
-
-    def _prefixes(self) -> list[Prefix]:
+    @cached_property
+    def prefixes(self) -> list[Prefix]:
+        """What is continued where there are ``rollouts``."""
         source = self.rollouts
         return [] if source is None else source.read(self.chat(), longest=self.sampling.max_new_tokens)
 
@@ -154,18 +150,10 @@ def sample_share(settings: GenerationSettings, *, shard: tuple[int, int], progre
     engine = open_engine(settings.engine, settings.model, chat=chat)
     try:
         return sampler.generate_samples(
-            questions,
-            settings.store_dir,
-            split=settings.store_split,
-            engine=engine,
-            chat=chat,
-            **settings.of_store,
-            prefixes=settings.prefixes(),
-            shard=shard,
-            questions_per_shard=settings.questions_per_shard,
-            max_failures=settings.max_failures,
-            progress=progress,
-        )
+            questions, settings.store_dir, split=settings.store_split, engine=engine, chat=chat, **settings.of_store,
+            prefixes={one.question.id: one.prefix_ids for one in settings.prefixes}, shard=shard,
+            questions_per_shard=settings.questions_per_shard, max_failures=settings.max_failures, progress=progress,
+        )  # fmt: skip
     finally:
         engine.close()
 
@@ -222,9 +210,7 @@ def worker_environment(position: int, workers: int, *, gpus: int = 1) -> dict[st
 def _start(job: Mapping[str, Any], environment: Mapping[str, str]) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "selfcal_lightning.engines.sampling.running"]
     worker = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment, text=True, process_group=0)  # noqa: S603
-    if worker.stdin is not None:
-        worker.stdin.write(json.dumps(job) + "\n")
-        worker.stdin.flush()
+    print(json.dumps(job), file=worker.stdin, flush=True)
     return worker
 
 
@@ -326,13 +312,11 @@ def plan_run(settings: GenerationSettings, questions: Sequence[Question] | None 
         known = settings.questions()
     numbers = [count.number for count in counts]
     sampling = plan_sampling(
-        settings.store_dir,
-        None if known is None else {question.id for question in known},
-        num_samples=settings.num_samples,
-        planned=None if settings.planned is None else settings.planned.samples,
+        settings.store_dir, None if known is None else {question.id for question in known},
+        num_samples=settings.num_samples, planned=None if settings.planned is None else settings.planned.samples,
         most_tokens=settings.sampling.max_new_tokens,
         most_questions=None if None in numbers else sum(number or 0 for number in numbers),
-    )
+    )  # fmt: skip
     name = BUNDLED_NAME if settings.model == resolve_model(BUNDLED_NAME) else settings.model
     model = name if settings.engine.adapter is None else f"{name} with the adapter {settings.engine.adapter}"
     speed = None
@@ -341,12 +325,9 @@ def plan_run(settings: GenerationSettings, questions: Sequence[Question] | None 
 
         speed = guess_speed(settings.model, revision=settings.engine.revision)
     return Plan(
-        (f"{model}, engine {settings.engine.name}",),
-        tuple(counts),
-        (sampling,),
-        speed=() if speed is None else (speed,),
-        places=(Place("samples", settings.store_dir),),
-    )
+        (f"{model}, engine {settings.engine.name}",), tuple(counts), (sampling,),
+        speed=() if speed is None else (speed,), places=(Place("samples", settings.store_dir),),
+    )  # fmt: skip
 
 
 def _what_is_kept(store_dir: Path) -> str:
@@ -357,18 +338,12 @@ def _what_is_kept(store_dir: Path) -> str:
 
 def _has_all(settings: GenerationSettings, share: list[Question]) -> bool:
     """Return whether the store has the whole share; settings that are not its own are refused at once."""
-    check_can_draw(settings.engine, settings.sampling)
-    if settings.engine.is_remote:
-        return False
-    return sampler.is_complete(
-        settings.store_dir,
-        {settings.store_split: share},
-        model=settings.model,
-        revision=settings.engine.revision,
-        adapter=settings.engine.adapter,
-        chat=settings.chat(),
-        **settings.of_store,
-    )
+    engine = settings.engine
+    check_can_draw(engine, settings.sampling)
+    return not engine.is_remote and sampler.is_complete(
+        settings.store_dir, {settings.store_split: share}, model=settings.model, revision=engine.revision,
+        adapter=engine.adapter, chat=settings.chat(), **settings.of_store,
+    )  # fmt: skip
 
 
 def _sample_on_devices(
@@ -392,13 +367,9 @@ def _sample_on_devices(
             bar.update(done - bar.done)
 
         reports = run_workers(asdict(settings), busy, gpus=settings.engine.num_gpus, on_tick=tick)
-    return sampler.GenerationReport(
-        store_dir=settings.store_dir,
-        questions=len(share),
-        reused=len(share) - len(missing),
-        seconds=time.monotonic() - started,
-        **{name: sum(report[name] for report in reports) for name in COUNTS},
-    )
+    counts = {name: sum(report[name] for report in reports) for name in COUNTS}
+    reused, seconds = len(share) - len(missing), time.monotonic() - started
+    return sampler.GenerationReport(settings.store_dir, len(share), reused, seconds=seconds, **counts)
 
 
 def _join_when_complete(store: SampleStore, wanted: set[str], *, total: int) -> None:

@@ -74,7 +74,6 @@ class _OpenQuestion:
     question: Question
     prompt_ids: tuple[int, ...]
     outcomes: list[Response | base.Failure | None]
-    awaited: int
 
     @property
     def failures(self) -> list[base.Failure]:
@@ -82,27 +81,12 @@ class _OpenQuestion:
 
 
 def generate_samples(
-    questions: Sequence[Question],
-    store_dir: str | Path,
-    *,
-    split: str,
-    engine: base.Engine,
-    chat: ChatFormat,
-    sampling: SamplingSettings,
-    seed: int,
-    num_samples: int,
-    plan: SamplePlan | None = None,
-    extend: bool = False,
-    prefixes: Mapping[str, tuple[int, ...]] | None = None,
-    tasks: Callable[[str], Task] = get_task,
-    round: int = 0,
-    shard: tuple[int, int] = (0, 1),
-    questions_per_shard: int = 64,
-    shard_by_shard: bool = False,
-    max_failures: int = base.MAX_FAILURES,
-    progress: bool = True,
-    interrupt: Interrupt = never,
-) -> GenerationReport:
+    questions: Sequence[Question], store_dir: str | Path, *, split: str, engine: base.Engine, chat: ChatFormat,
+    sampling: SamplingSettings, seed: int, num_samples: int, plan: SamplePlan | None = None, extend: bool = False,
+    prefixes: Mapping[str, tuple[int, ...]] | None = None, tasks: Callable[[str], Task] = get_task, round: int = 0,
+    shard: tuple[int, int] = (0, 1), questions_per_shard: int = 64, shard_by_shard: bool = False,
+    max_failures: int = base.MAX_FAILURES, progress: bool = True, interrupt: Interrupt = never,
+) -> GenerationReport:  # fmt: skip
     """Sample what the store lacks of share (i, n) of ``questions``; readers see it after ``SampleStore.join``.
 
     A ``plan`` says how many responses each question gets, instead of ``num_samples``; ``extend`` raises the number that
@@ -121,8 +105,13 @@ def generate_samples(
     )  # fmt: skip
     with store.writer(part_name(shard), round=round, questions_per_shard=questions_per_shard) as writer:
         todo = missing_questions(share, store, split=split, round=round)
-        if plan is None:
-            _check_number(store, num_samples, len(todo), split=split, round=round)
+        stored = store.round_manifest(round).samples_of(split)
+        if plan is None and (stored is None or not 1 <= num_samples <= stored):
+            raise InputError(f"Expected `num_samples` to lie in [1, {stored}] in {store.path}, but got {num_samples}.")
+        if plan is None and todo and num_samples != stored:
+            reason = f"{len(todo)} questions are missing in the store {store.path} with that number of samples"
+            way_out = "Finish it first, or use another `store_dir`."
+            raise InputError(f"Expected `num_samples` to be {stored}, since {reason}, but got {num_samples}. {way_out}")
         counts = {question.id: num_samples if plan is None else plan.samples[question.id] for question in todo}
         earlier = EarlierSamples(store, round)
         prompts = _encode_prompts(todo, chat, engine.max_context, prefixes or {}) if todo else {}
@@ -240,18 +229,14 @@ class _Sampler:
 
     def _open(self, question: Question, prompt_ids: tuple[int, ...]) -> Iterator[Request]:
         first, number = self.earlier.count(question.id), self.counts[question.id]
-        state = _OpenQuestion(question, prompt_ids, [None] * (number - first), number - first)
+        state = _OpenQuestion(question, prompt_ids, [None] * (number - first))
         for index in range(first, number):
             name = f"{self.round}/{index}/{question.id}"
             self._in_flight[name] = state, index - first
             yield Request(
-                id=name,
-                prompt_ids=prompt_ids,
-                sampling=self.sampling,
-                seed=records.sample_seed(self.seed, self.round, question.id, index),
-                query=None if self.prefixes else self.chat.query,
-                prefix_ids=self.prefixes.get(question.id, ()),
-            )
+                name, prompt_ids, self.sampling, records.sample_seed(self.seed, self.round, question.id, index),
+                query=None if self.prefixes else self.chat.query, prefix_ids=self.prefixes.get(question.id, ()),
+            )  # fmt: skip
 
     def _poll(self) -> list[Response]:
         """Return what finished, and take in the requests that failed."""
@@ -279,19 +264,17 @@ class _Sampler:
 
     def _take(self, name: str, outcome: Response | base.Failure) -> None:
         state, index = self._in_flight.pop(name)
-        state.outcomes[index] = outcome
-        state.awaited -= 1
-        if state.awaited:
-            self.bar.update(1)
+        state.outcomes[index], unreadable = outcome, 0
+        if None in state.outcomes:
+            pass  # others are still on their way
         elif not all(failure.is_refusal for failure in state.failures):
             self.totals["left_out"] += 1
-            self.bar.update(1)
         elif len(state.failures) == len(state.outcomes):
             # Stored when an answer has shown that the engine works; until then it may be refusing everything.
             self._refused.append(state)
-            self.bar.update(1)
         else:
-            self.bar.update(1, unreadable=self._store(state))
+            unreadable = self._store(state)
+        self.bar.update(1, unreadable=unreadable)
 
     def _engine_works(self) -> bool:
         """Ask about a plain prompt: where nothing was answered, the questions or the engine may be to blame."""
@@ -310,8 +293,10 @@ class _Sampler:
         """Judge a question's responses and write them; return how many could not be read."""
         responses = [None if isinstance(outcome, base.Failure) else outcome for outcome in state.outcomes]
         earlier = self.earlier.of(state.question.id)
-        prefix = self.prefixes.get(state.question.id, ())
-        whole = [_as_row(prefix, one, self.chat) if one is not None and prefix else one for one in responses]
+        whole: list[Any] = responses
+        if prefix := self.prefixes.get(state.question.id):  # a log-probability of the end alone is none of the whole
+            rows = (one and continued(prefix, one, self.chat.decode) for one in responses)
+            whole = [row and replace(row, logprob=None, prefix_tokens=0) for row in rows]
         task = self.tasks(state.question.task)
         samples = judge(state.question, whole, task, round=self.round, earlier=earlier)
         self.writer.append(QuestionSamples(state.question, (*earlier, *samples), self.split, state.prompt_ids))
@@ -319,29 +304,10 @@ class _Sampler:
         unreadable = sum(sample.answer is None for sample in given)
         cut = [sample for sample in given if sample.finish == "length"]
         self.totals.update(
-            generated=len(given),
-            refused=len(samples) - len(given),
-            truncated=len(cut),
-            cut_read=sum(sample.answer is not None for sample in cut),
-            unreadable=unreadable,
-        )
+            generated=len(given), refused=len(samples) - len(given), truncated=len(cut),
+            cut_read=sum(sample.answer is not None for sample in cut), unreadable=unreadable,
+        )  # fmt: skip
         return unreadable
-
-
-def _as_row(prefix: tuple[int, ...], response: Response, chat: ChatFormat) -> records.RecordedResponse:
-    """Return a continuation as a store has it: whole, and without the log-probability, which covers only its end."""
-    return replace(continued(prefix, response, chat.decode), logprob=None, prefix_tokens=0)
-
-
-def _check_number(store: SampleStore, num_samples: int, missing: int, *, split: str, round: int) -> None:
-    """Refuse another number of samples than the store has, unless it has more and nothing is missing."""
-    stored = store.round_manifest(round).samples_of(split)
-    if stored is None or not 1 <= num_samples <= stored:
-        raise InputError(f"Expected `num_samples` to lie in [1, {stored}] in {store.path}, but got {num_samples}.")
-    if missing and num_samples != stored:
-        reason = f"{missing} questions are missing in the store {store.path} with that number of samples"
-        way_out = "Finish it first, or use another `store_dir`."
-        raise InputError(f"Expected `num_samples` to be {stored}, since {reason}, but got {num_samples}. {way_out}")
 
 
 def _encode_prompts(
@@ -399,35 +365,20 @@ def missing_questions(questions: Sequence[Question], store: SampleStore, *, spli
 
 
 def is_complete(
-    store_dir: str | Path,
-    splits: Mapping[str, Sequence[Question]],
-    *,
-    model: str,
-    revision: str | None,
-    chat: ChatFormat,
-    sampling: SamplingSettings,
-    seed: int,
-    num_samples: int,
-    plan: SamplePlan | None = None,
-    extend: bool = False,
-    adapter: str | None = None,
-    quantization: str | None = None,
-    round: int = 0,
+    store_dir: str | Path, splits: Mapping[str, Sequence[Question]], *, model: str, revision: str | None,
+    chat: ChatFormat, sampling: SamplingSettings, seed: int, num_samples: int, plan: SamplePlan | None = None,
+    extend: bool = False, adapter: str | None = None, quantization: str | None = None, round: int = 0,
     shard: tuple[int, int] = (0, 1),
-) -> bool:
+) -> bool:  # fmt: skip
     """Return whether the store has the share of every split, without a model; refuse settings that are not its own."""
     if not round_file(Path(store_dir), round).exists():
         return False
     head_dtype = SampleStore(store_dir).round_manifest(round).fingerprint.model.head_dtype
     model_folder(model, revision=revision)  # hashing needs the weights on this machine
     identity = records.ModelIdentity(
-        model,
-        revision,
-        weights_sha256=weights_sha256(model, revision=revision),
-        **adapter_identity(adapter),
-        quantization=quantization,
-        head_dtype=head_dtype,
-    )
+        model, revision, weights_sha256=weights_sha256(model, revision=revision), **adapter_identity(adapter),
+        quantization=quantization, head_dtype=head_dtype,
+    )  # fmt: skip
     store = SampleStore.create_or_open(
         store_dir, _fingerprint(identity, chat, sampling, seed, plan), num_samples=None if plan else num_samples,
         engine={}, round=round, splits=tuple(splits), extend=extend,

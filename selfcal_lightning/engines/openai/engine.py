@@ -261,7 +261,13 @@ class OpenAIEngine:
 
     async def _inspect(self, client: transport.Transport) -> ServerFacts:
         deadline = self._time_limit()
-        answer = await ask_models(client, key_name=self._api_key_env, deadline=deadline)
+        try:
+            answer = await client.ask("models", deadline=deadline)
+        except transport.StatusError as error:
+            wanted = "Expected `base_url` to be the address before `/models`, such as .../v1."
+            if error.status in _KEY_IS_WRONG:
+                wanted = f"Expected the key in the environment variable {self._api_key_env}."
+            raise wire.ServerError(f"{error} {wanted}") from None
         adapter = None if self._query_ids is None else self._served_model
         wanted = self._served_model if adapter is None else base_of(answer, adapter)
         name, limit = wire.choose_model(answer, wanted=wanted, default=self.model)
@@ -384,16 +390,6 @@ def base_of(answer: Any, adapter: str) -> str:
             f"It has: {', '.join(models)}. {_WAY_OUT}"
         )
     return parent
-
-
-async def ask_models(client: transport.Transport, *, key_name: str, deadline: float) -> Any:
-    try:
-        return await client.ask("models", deadline=deadline)
-    except transport.StatusError as error:
-        if error.status in _KEY_IS_WRONG:
-            raise wire.ServerError(f"{error} Expected the key in the environment variable {key_name}.") from None
-        wanted = "Expected `base_url` to be the address before `/models`, such as .../v1."
-        raise wire.ServerError(f"{error} {wanted}") from None
 
 
 async def _offered(

@@ -228,7 +228,7 @@ class Transport:
             async with self._answer(path, body) as answer:
                 async for event in self._events(answer):
                     reader.take(event)
-            if not reader.finished:
+            if reader.reason is None:
                 raise TransientError("the stream ended before the response did")
             return reader
 

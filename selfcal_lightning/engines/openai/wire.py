@@ -103,16 +103,12 @@ class SampleReader:
         self._ends, self._max_tokens, self._vocabulary = frozenset(stop_token_ids), max_tokens, vocabulary
         self.token_ids: list[int] = []
         self._logprobs: list[float] = []
-        self._reason: str | None = None
+        self.reason: str | None = None  # why the server ended the response
 
     @property
     def num_tokens(self) -> int:
         """Response tokens so far, without one that ends the turn."""
         return len(self.token_ids) - self._has_ended()
-
-    @property
-    def finished(self) -> bool:
-        return self._reason is not None
 
     def take(self, event: Any) -> None:
         try:
@@ -126,7 +122,7 @@ class SampleReader:
 
     def _take_choice(self, choice: Any) -> None:
         piece, reason, stop = choice["logprobs"], choice["finish_reason"], choice.get("stop_reason")
-        if self.finished:
+        if self.reason is not None:
             raise ValueError("tokens after the end")
         if not isinstance(reason, str | None):
             raise ValueError(f"{reason!r} is not a reason")
@@ -140,14 +136,14 @@ class SampleReader:
             if not self._is_over():
                 self.token_ids.append(token)
                 self._logprobs.append(logprob)
-        self._reason = reason
+        self.reason = reason
 
     def response(self, name: str, chat: ChatFormat) -> Response:
-        if self._reason not in {"stop", "length"}:
-            raise ServerError(f"Expected the server to end a response by `stop` or `length`, but got {self._reason!r}.")
+        if self.reason not in {"stop", "length"}:
+            raise ServerError(f"Expected the server to end a response by `stop` or `length`, but got {self.reason!r}.")
         token_ids = self.token_ids[: self.num_tokens]
         in_step = bool(token_ids) and token_ids[-1] in self._step_ids and not self._has_ended()
-        ended = self._has_ended() or (self._reason == "stop" and not in_step)
+        ended = self._has_ended() or (self.reason == "stop" and not in_step)
         finish = finish_of(token_ids, ended=ended, step_ids=self._step_ids, limit=self._max_tokens)
         logprob = math.fsum(self._logprobs[: self.num_tokens])
         return Response(name, chat.decode(token_ids), tuple(token_ids), finish, logprob)

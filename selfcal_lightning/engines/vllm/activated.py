@@ -71,19 +71,17 @@ def _change_vllm() -> None:
     for module in (kv_cache_utils, block_pool, offload_manager):
         module.generate_block_hash_extra_keys = keys
     read = PEFTHelper.from_local_dir.__func__
-    PEFTHelper.from_local_dir = classmethod(
-        lambda kind, *given, **named: _read_configuration(read, kind, *given, **named)
-    )
+
+    def read_configuration(kind: type[PEFTHelper], lora_path: str, *args: Any, **settings: Any) -> PEFTHelper:
+        helper = read(kind, lora_path, *args, **settings)
+        if _query_of(lora_path) is not None:
+            helper.alora_invocation_tokens = None
+        return helper
+
+    PEFTHelper.from_local_dir = classmethod(read_configuration)
     InputBatch.make_lora_inputs = functools.partialmethod(_lora_inputs_v1, InputBatch.make_lora_inputs)
     LoraState.make_lora_inputs = functools.partialmethod(_lora_inputs_v2, LoraState.make_lora_inputs)
     RunnerV2.add_requests = functools.partialmethod(_add_requests_v2, RunnerV2.add_requests)
-
-
-def _read_configuration(read: Any, kind: type[PEFTHelper], lora_path: str, *args: Any, **settings: Any) -> PEFTHelper:
-    helper = read(kind, lora_path, *args, **settings)
-    if _query_of(lora_path) is not None:
-        helper.alora_invocation_tokens = None
-    return helper
 
 
 def _block_keys(

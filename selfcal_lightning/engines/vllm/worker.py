@@ -45,8 +45,7 @@ _QUERY_FIRST, _SAMPLE_NEXT = 0, 1
 
 
 def sampling_params(spec: dict[str, Any], stop_ids: frozenset[int], *, by_position: bool) -> SamplingParams:
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
+    from vllm.sampling_params import RequestOutputKind, SamplingParams
 
     temperature, edt = spec["temperature"], spec["edt"]
     if 0.0 < temperature < COLDEST_TEMPERATURE and edt is None:
@@ -61,8 +60,7 @@ def sampling_params(spec: dict[str, Any], stop_ids: frozenset[int], *, by_positi
 
 def query_params(token_ids: Sequence[int]) -> SamplingParams:
     """Return what reads the probabilities of at most 128 tokens after a prompt."""
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
+    from vllm.sampling_params import RequestOutputKind, SamplingParams
 
     return SamplingParams(
         temperature=0.0, max_tokens=1, ignore_eos=True, logprob_token_ids=list(dict.fromkeys(token_ids)),

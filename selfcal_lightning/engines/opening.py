@@ -25,12 +25,7 @@ if TYPE_CHECKING:
 
 
 def open_engine(options: EngineOptions, model: str, *, chat: ChatFormat) -> Engine:
-    """Return the engine over ``model``; its class is imported here, with what it needs.
-
-    Args:
-        options: Which engine, and how.
-        model: Folder or hub name of the model, or "bundled".
-        chat: Renders prompts and the confidence query.
+    """Return the engine over ``model``, a folder, hub name or "bundled"; its class is imported here.
 
     Raises:
         MissingPackageError: The engine is an extra that is not installed.

@@ -140,7 +140,6 @@ class ChatBody(Lenient):
 
     @property
     def threshold(self) -> float | None:
-        """As the object ``selfcal`` asks, or else the model's name."""
         return split_name(self.model)[2] if self.selfcal.threshold is None else self.selfcal.threshold
 
 

@@ -15,11 +15,7 @@ from selfcal_lightning.serving.app import Service
 
 
 def serve(service: Service, *, host: str, port: int) -> None:
-    """Serve until SIGTERM or Ctrl-C; SIGHUP reloads the fitted confidences.
-
-    Raises:
-        RunError: The engine stopped; a supervisor may start the process again.
-    """
+    """Serve until SIGTERM or Ctrl-C, or raise RunError when the engine stops; SIGHUP reloads the fitted confidences."""
     limits = service.limits
 
     class Impatient(H11Protocol):

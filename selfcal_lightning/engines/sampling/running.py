@@ -301,7 +301,13 @@ def sample_questions(
         report = replace(report, what=what)
         say(str(report))
         report.check_complete()
-    _join_when_complete(SampleStore(folder), {question.id for question in questions}, total=total)
+    store = SampleStore(folder)
+    if missing := len({question.id for question in questions} - store.question_ids(include_parts=True)):
+        say(f"{missing:,} questions belong to other shards and are not there yet; the last to finish joins the parts.")
+        return report
+    manifest = store.join()
+    if total > 1:
+        say(f"Joined: {manifest.questions:,} questions, {manifest.rows:,} samples in {store.path / 'manifest.json'}")
     return report
 
 
@@ -370,17 +376,6 @@ def _sample_on_devices(
     counts = {name: sum(report[name] for report in reports) for name in COUNTS}
     reused, seconds = len(share) - len(missing), time.monotonic() - started
     return sampler.GenerationReport(settings.store_dir, len(share), reused, seconds=seconds, **counts)
-
-
-def _join_when_complete(store: SampleStore, wanted: set[str], *, total: int) -> None:
-    """Join the parts when every question of the run is there: of ``total`` machines, the one that finishes last."""
-    missing = len(wanted - store.question_ids(include_parts=True))
-    if missing:
-        say(f"{missing:,} questions belong to other shards and are not there yet; the last to finish joins the parts.")
-        return
-    manifest = store.join()
-    if total > 1:
-        say(f"Joined: {manifest.questions:,} questions, {manifest.rows:,} samples in {store.path / 'manifest.json'}")
 
 
 if __name__ == "__main__":

@@ -46,6 +46,12 @@ def test_messages_arrive_whole_however_large() -> None:
     assert right.receive() == [{"lowest": -math.inf}]
 
 
+def test_an_endless_wait_is_one() -> None:
+    left, right = socket.socketpair()
+    Channel(left, send_timeout=math.inf).send({"n": 1})
+    assert Channel(right).receive(timeout=math.inf) == [{"n": 1}]
+
+
 def test_silence_and_the_end_are_told_apart() -> None:
     left, right = _channels()
     assert right.receive(timeout=0.01) == []

@@ -3,6 +3,7 @@
 import contextlib
 import importlib.metadata
 import json
+import math
 import os
 import select
 import signal
@@ -25,7 +26,7 @@ class Channel:
     """Sends and receives JSON objects, one a line, over a connected socket; nothing that arrives is ever executed."""
 
     def __init__(self, connection: socket.socket, *, send_timeout: float | None = None) -> None:
-        connection.settimeout(send_timeout)
+        connection.settimeout(None if send_timeout == math.inf else send_timeout)
         self._socket = connection
         self._buffer = bytearray()
 
@@ -36,7 +37,7 @@ class Channel:
     def receive(self, *, timeout: float | None = None) -> list[dict[str, Any]]:
         """Wait for messages and return all that have arrived whole."""
         while b"\n" not in self._buffer:
-            readable, _, _ = select.select([self._socket], [], [], timeout)
+            readable, _, _ = select.select([self._socket], [], [], None if timeout == math.inf else timeout)
             if not readable:
                 return []
             try:

@@ -146,11 +146,9 @@ def answer_questions(
     model: str, asked: Sequence[Question], settings: AnswerSettings, *, on_answer: Callable[[answering.Answer], None]
 ) -> list[answering.Answer]:
     options = settings.engine
-    prompt, note = choices.choose_prompt(model, options.adapter, settings.prompt)
-    if note is not None:
-        say(note)
-    asked = put_prompt(asked, prompt)
     taught = choices.CalibratedDefaults.of(model, options.adapter)
+    prompt = taught.prompt_for(settings.prompt)
+    asked = put_prompt(asked, prompt)
     sampling = taught.sampling_for(settings.sampling)
     check_can_draw(options, sampling)
     known = load_scorers(settings.scorers)
@@ -183,10 +181,8 @@ def answer_questions(
         if probe is not None:
             live.check_live_probe(probe, asked, {chosen.confidence, *(n for one in known for n in one.requires)})
         say(f"{chosen}; {_read_by(asked)}")
-    if (note := choices.uncalibrated_note(model, options.adapter, chosen)) is not None:
+    for note in choices.notes_on(model, options.adapter, chosen, fitted):
         say(note)
-    if fitted is not None:
-        say(choices.promise_note(fitted))
     check_engine(options, model)
     chat = load_chat(options, model, query=settings.query, prompt=prompt)
     with ExitStack() as ends:
@@ -231,8 +227,8 @@ def answer_questions(
             run_strategy(chosen, asked, source, lookahead=settings.lookahead, on_verdict=take)
     if len(asked) > 1 or source.failed:
         say(answering.summarise(answers, failed=source.failed))
-    if (note := choices.unreached_note(chosen, [one.verdict for one in answers])) is not None:
-        say(note)
+    if (unreached := choices.unreached_note(chosen, [one.verdict for one in answers])) is not None:
+        say(unreached)
     if source.failed and all(one.answer is None for one in answers):
         raise RunError(f"None of {len(asked):,} questions was answered: {source.failed:,} requests failed (see above).")
     return answers

@@ -27,7 +27,7 @@ from selfcal_lightning.evaluation.outputs import report_json, show_briefly, show
 from selfcal_lightning.evaluation.page import REPORT, write_page
 from selfcal_lightning.evaluation.paper import run_paper
 from selfcal_lightning.evaluation.thresholds import evaluate_given, save_thresholds
-from selfcal_lightning.inference.choices import CalibratedDefaults, choose_prompt
+from selfcal_lightning.inference.choices import CalibratedDefaults
 from selfcal_lightning.inference.thresholds import FittedThreshold
 from selfcal_lightning.inference.vectorised import NUM_RESHUFFLES, SEED
 from selfcal_lightning.models.chat_format import DEFAULT_QUERY, Prompt
@@ -161,10 +161,8 @@ def run_evaluate(
         _refuse("models", calibration_pools=calibration_pools, calibration_share=calibration_share, task=task)
         engine.check_local()
         main = after or before or model or "bundled"
-        prompt, note = choose_prompt(main, adapter, prompt)
-        if note is not None:
-            say(note)
-        sampling = CalibratedDefaults.of(main, adapter).sampling_for(sampling)
+        taught = CalibratedDefaults.of(main, adapter)
+        prompt, sampling = taught.prompt_for(prompt), taught.sampling_for(sampling)
         arguments |= {"prompt": prompt, "sampling": sampling}
         options = inputs.SamplingOptions(num_samples, engine, sampling, prompt, query, devices, seed)
         sides = inputs.model_sides(before, after, model, adapter)

@@ -23,7 +23,6 @@ from selfcal_lightning.engines.sampling.sampler import store_fingerprint
 from selfcal_lightning.engines.settings import EngineSettings, check_gives_hidden_states
 from selfcal_lightning.inference import choices
 from selfcal_lightning.inference.thresholds import FittedThreshold
-from selfcal_lightning.models.folders import read_manifest, resolve_model
 from selfcal_lightning.serving.settings import Limits, ServiceSettings
 
 if TYPE_CHECKING:
@@ -146,8 +145,6 @@ def open_service(settings: ServiceSettings, *, folder: Path | None = None, key: 
         sampling = replace(sampling, edt_scale=None)  # a plain server has none
     sampling = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, settings.limits.max_new_tokens))
     check_can_draw(options, sampling)
-    taught_in = Path(resolve_model(model) if options.adapter is None else options.adapter)
-    manifest = read_manifest(taught_in) if taught_in.is_dir() else None
     given = [settings.scorers] if isinstance(settings.scorers, str) else settings.scorers
     if settings.task is not None:
         get_task(settings.task)
@@ -159,7 +156,7 @@ def open_service(settings: ServiceSettings, *, folder: Path | None = None, key: 
         learnt = [] if folder is None else sorted(map(str, folder.glob("*.json")))
         probe = None if settings.probe is None else load_live_probe(settings.probe, model, settings.query, options)
         live = None if probe is None else open_live_probe(probe, lambda: desk.tokens, lambda name: desk.asked(name))
-        found = Calibration(tuple(load_scorers([*given, *learnt])), manifest, live)
+        found = Calibration(tuple(load_scorers([*given, *learnt])), taught.manifest, live)
         if not is_closed:
             check_live(P_TRUE, found.of_samples)
         if fitted is not None:  # a scorer that was fitted again since is another one
@@ -186,12 +183,8 @@ def open_service(settings: ServiceSettings, *, folder: Path | None = None, key: 
         desk = Desk(make, confidence=VERBALIZED)
     else:
         chosen = choices.choose_strategy(strategy, fields, scorers=calibration.of_samples, fitted=fitted)
-        for note in (
-            choices.uncalibrated_note(model, options.adapter, chosen),
-            None if fitted is None else choices.promise_note(fitted),
-        ):
-            if note is not None:
-                say(note)
+        for note in choices.notes_on(model, options.adapter, chosen, fitted):
+            say(note)
         chat = load_chat(options, model, query=settings.query)
         engine = open_engine(options, model, chat=chat)
         if fitted is not None:

@@ -1,7 +1,7 @@
 """What ``selfcal answer`` sets up before sampling: the strategy, fitted confidences and thresholds, the engine."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Self
@@ -66,58 +66,53 @@ def check_sampled_alike(
         )
 
 
-def _calibration(model: str, adapter: str | None) -> tuple[Path, Mapping[str, Any]]:
-    """Return the folder of the adapter, or else of the model, and its manifest, empty if there is none."""
-    folder = Path(resolve_model(model) if adapter is None else adapter)
-    return folder, (read_manifest(folder) if folder.is_dir() else None) or {}
-
-
-def choose_prompt(model: str, adapter: str | None, given: Prompt | None) -> tuple[Prompt | None, str | None]:
-    """Return the prompt to use, and a note about it for the user."""
-    folder, manifest = _calibration(model, adapter)
-    if "prompt" not in manifest:
-        return given, None
-    trained = stated_prompt(manifest["prompt"])
-    if given is None:
-        note = f"Questions are put with the prompt of the calibration ({folder / MANIFEST})."
-        return trained, None if trained is None else note
-    if same_prompt(given, trained):
-        return given, None
-    shown = "the task's own" if trained is None else str(trained.as_json())
-    return given, (
-        f"Note: the prompt differs from that of the calibration in {folder / MANIFEST}, {shown}: the confidence was "
-        "not trained on it. Leave `prompt` out to ask as the calibration did."
-    )
-
-
 @dataclass(frozen=True)
 class CalibratedDefaults:
-    """Settings of the calibration, used as defaults; None where unknown."""
+    """Settings of the calibration of an adapter, or else of a model, used as defaults; None where unknown."""
 
+    place: Path
+    manifest: dict[str, Any] | None = None
     sampling: SamplingSettings | None = None
     task: str | None = None
     threshold: float | None = None
-    manifest: Path | None = None
 
     @classmethod
     def of(cls, model: str, adapter: str | None) -> Self:
-        folder, manifest = _calibration(model, adapter)
-        store = manifest.get("store") or {}
+        folder = Path(resolve_model(model) if adapter is None else adapter)
+        manifest = read_manifest(folder) if folder.is_dir() else None
+        known = manifest or {}
+        store = known.get("store") or {}
         tasks = store.get("tasks") or []
-        threshold = (manifest.get("metrics") or {}).get(f"val/{STOPPING_THRESHOLD}")
+        threshold = (known.get("metrics") or {}).get(f"val/{STOPPING_THRESHOLD}")
         return cls(
+            folder / MANIFEST,
+            manifest,
             SamplingSettings(**store["sampling"]) if store.get("sampling") else None,
             tasks[0] if len(tasks) == 1 and tasks[0] in TASKS else None,
             None if threshold is None or math.isnan(threshold) else round(threshold, 2),
-            folder / MANIFEST,
         )
+
+    def prompt_for(self, given: Prompt | None) -> Prompt | None:
+        """Return the given prompt or else that of the calibration, and print which one if it may surprise."""
+        if self.manifest is None or "prompt" not in self.manifest:
+            return given
+        trained = stated_prompt(self.manifest["prompt"])
+        if given is not None and not same_prompt(given, trained):
+            shown = "the task's own" if trained is None else str(trained.as_json())
+            say(
+                f"Note: the prompt differs from that of the calibration in {self.place}, {shown}: the confidence was "
+                "not trained on it. Leave `prompt` out to ask as the calibration did."
+            )
+        elif given is None and trained is not None:
+            say(f"Questions are put with the prompt of the calibration ({self.place}).")
+        return trained if given is None else given
 
     def sampling_for(self, given: SamplingSettings | None) -> SamplingSettings:
         """Return the given settings or else those of the calibration, which it prints."""
         if given is not None or self.sampling is None:
             return given or SamplingSettings()
         shown = ", ".join(f"{name} {value}" for name, value in asdict(self.sampling).items())
-        say(f"Sampling as the calibration did ({self.manifest}): {shown}.")
+        say(f"Sampling as the calibration did ({self.place}): {shown}.")
         return self.sampling
 
     def strategy_fields(self) -> dict[str, float]:
@@ -126,14 +121,9 @@ class CalibratedDefaults:
             return {}
         say(
             f"Stops at a confidence of {self.threshold:.2f}, which took half of the samples on the validation "
-            f"questions of the calibration ({self.manifest}); `--threshold` sets another."
+            f"questions of the calibration ({self.place}); `--threshold` sets another."
         )
         return {"threshold": self.threshold}
-
-
-def promise_note(fitted: FittedThreshold) -> str:
-    unknown = " How its calibration responses were sampled is not known, so sample answers in the same way."
-    return f"{fitted.name}: {fitted.promise}{'' if fitted.sampled_by else unknown}"
 
 
 def unreached_note(strategy: Strategy, verdicts: Sequence[Verdict]) -> str | None:
@@ -152,13 +142,15 @@ def unreached_note(strategy: Strategy, verdicts: Sequence[Verdict]) -> str | Non
     )
 
 
-def uncalibrated_note(model: str, adapter: str | None, strategy: Strategy) -> str | None:
-    """Return a warning if the strategy relies on P(True) of a local model that has no calibration."""
+def notes_on(model: str, adapter: str | None, strategy: Strategy, fitted: FittedThreshold | None) -> Iterator[str]:
+    """Yield a warning if P(True) of a local model without a calibration is relied on, and what a threshold promises."""
     folder = Path(resolve_model(model))
-    if strategy.confidence != P_TRUE or adapter is not None or not folder.is_dir() or (folder / MANIFEST).is_file():
-        return None
-    return (
-        f"Note: {folder} holds no {MANIFEST}, so that its P(True) may not be calibrated, and sampling may stop too "
-        "early. Calibrate it (`selfcal fit`, `selfcal export`), give a fitted confidence by `--scorers`, or take "
-        "`--strategy adaptive_consistency`."
-    )
+    if strategy.confidence == P_TRUE and adapter is None and folder.is_dir() and not (folder / MANIFEST).is_file():
+        yield (
+            f"Note: {folder} holds no {MANIFEST}, so that its P(True) may not be calibrated, and sampling may stop too "
+            "early. Calibrate it (`selfcal fit`, `selfcal export`), give a fitted confidence by `--scorers`, or take "
+            "`--strategy adaptive_consistency`."
+        )
+    if fitted is not None:
+        unknown = " How its calibration responses were sampled is not known, so sample answers in the same way."
+        yield f"{fitted.name}: {fitted.promise}{'' if fitted.sampled_by else unknown}"

@@ -21,7 +21,7 @@ from selfcal_lightning.core.errors import RunError
 from selfcal_lightning.engines.base import Failure
 from selfcal_lightning.inference.adaptive_consistency import AdaptiveConsistency
 from selfcal_lightning.inference.answering import best_response, default_task
-from selfcal_lightning.inference.choices import choose_strategy, uncalibrated_note, unreached_note
+from selfcal_lightning.inference.choices import choose_strategy, notes_on, unreached_note
 from selfcal_lightning.inference.stopping import EarlyStopping
 from selfcal_lightning.inference.thresholds import fit_goal_threshold, fit_risk_threshold
 from selfcal_lightning.inference.voting import SelfConsistency
@@ -298,12 +298,13 @@ def test_mistakes_are_one_line(
 
 
 def test_a_calibrated_model_needs_no_warning(tmp_path: Path) -> None:
-    assert "may not be calibrated" in str(uncalibrated_note("bundled", None, EarlyStopping()))
-    assert uncalibrated_note("bundled", "adapter", EarlyStopping()) is None
-    assert uncalibrated_note("bundled", None, SelfConsistency()) is None
-    assert uncalibrated_note("on/the-hub", None, EarlyStopping()) is None
+    (note,) = notes_on("bundled", None, EarlyStopping(), None)
+    assert "may not be calibrated" in note
+    assert not [*notes_on("bundled", "adapter", EarlyStopping(), None)]
+    assert not [*notes_on("bundled", None, SelfConsistency(), None)]
+    assert not [*notes_on("on/the-hub", None, EarlyStopping(), None)]
     (tmp_path / "selfcal_manifest.json").write_text("{}")
-    assert uncalibrated_note(str(tmp_path), None, EarlyStopping()) is None
+    assert not [*notes_on(str(tmp_path), None, EarlyStopping(), None)]
     assert default_task(str(tmp_path)) == "local_number"
 
 

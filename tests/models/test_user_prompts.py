@@ -11,7 +11,7 @@ from selfcal_lightning.datamodules.ssc.stored_rows import check_prompts
 from selfcal_lightning.engines.opening import load_chat
 from selfcal_lightning.engines.settings import EngineOptions
 from selfcal_lightning.inference.answering import ask_question
-from selfcal_lightning.inference.choices import choose_prompt
+from selfcal_lightning.inference.choices import CalibratedDefaults
 from selfcal_lightning.models.chat_format import DEFAULT_QUERY, Prompt, PromptExample, put_prompt
 from selfcal_lightning.records import Message, Question, SamplingSettings
 from selfcal_lightning.training.export import write_export
@@ -119,18 +119,21 @@ def test_training_refuses_a_store_of_another_prompt(store: SampleStore, tmp_path
         check_prompts(plain, chat(BRIEF), round=0)
 
 
-def test_an_export_says_it_and_answer_takes_it_up(tmp_path: Path) -> None:
+def test_an_export_says_it_and_answer_takes_it_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     module = SelfCalibrationModule("bundled", prompt=BRIEF)
     assert SelfCalibrationModule(**module.hparams).prompt == BRIEF, "plain in a checkpoint, and read from one"
     assert "prompt" not in SelfCalibrationModule("bundled").hparams
     module.configure_model()
     adapter = str(write_export(module, tmp_path / "adapter"))
-    prompt, note = choose_prompt("bundled", adapter, None)
-    assert prompt == BRIEF
-    assert "the prompt of the calibration" in str(note)
-    assert choose_prompt("bundled", adapter, BRIEF) == (BRIEF, None)
-    other, note = choose_prompt("bundled", adapter, Prompt(system="Be kind."))
-    assert other == Prompt(system="Be kind.")
-    assert "differs from that of the calibration" in str(note)
-    assert "Be brief." in str(note)
-    assert choose_prompt("bundled", None, None) == (None, None)
+    taught, kind = CalibratedDefaults.of("bundled", adapter), Prompt(system="Be kind.")
+    capsys.readouterr()
+    assert taught.prompt_for(None) == BRIEF
+    assert "the prompt of the calibration" in capsys.readouterr().err
+    assert taught.prompt_for(BRIEF) == BRIEF
+    assert capsys.readouterr().err == ""
+    assert taught.prompt_for(kind) == kind
+    said = capsys.readouterr().err
+    assert "differs from that of the calibration" in said
+    assert "Be brief." in said
+    assert CalibratedDefaults.of("bundled", None).prompt_for(None) is None
+    assert capsys.readouterr().err == ""

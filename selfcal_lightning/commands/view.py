@@ -82,9 +82,10 @@ def run_view(
     else:
         file = Path(output or REPORT)
         places = dict(zip(("samples",) if other is None else SIDES, (path, str(other)), strict=False))
+        read = {"split": split, "task": task, "limit": limit}
         stop = DEFAULT_THRESHOLD if threshold is None else threshold
         colours = None if model is None else _token_colours(path, model, adapter)
-        _write(file, places, split, task, limit, threshold=stop, redact=redact, colours=colours)
+        _write(file, places, read, threshold=stop, redact=redact, colours=colours)
     say(f"Look at {file}")
     if open:
         webbrowser.open(file.resolve().as_uri())
@@ -95,25 +96,16 @@ def view_training(folder: Path) -> None:
     """Write the report of a training's samples, with the confidences of before; its failure fails no training."""
     file = folder / REPORT
     try:
-        places = {"before training": str(folder / "samples")}
-        _write(file, places, None, None, None, threshold=DEFAULT_THRESHOLD, redact=False)
+        _write(file, {"before training": str(folder / "samples")}, {})
         say(f"Look at {file}")
     except (UserError, OSError) as error:
         say(f"No report was written: {error}")
 
 
-def _write(
-    file: Path,
-    places: Mapping[str, str],
-    split: str | None,
-    task: str | None,
-    limit: int | None,
-    *,
-    threshold: float,
-    redact: bool,
-    colours: Callable[[Sequence[QuestionSamples]], list[list[TokenColours]]] | None = None,
-) -> None:
-    pools = {name: _load(place, split, task, limit, token_ids=colours is not None) for name, place in places.items()}
+def _write(file: Path, places: Mapping[str, str], read: Mapping[str, Any], **shown: Any) -> None:
+    """Write the report of what is read (options of ``_load``) and shown (options of ``write_page``)."""
+    token_ids = shown.get("colours") is not None
+    pools = {name: _load(place, token_ids=token_ids, **read) for name, place in places.items()}
     tests: dict[str, dict[str, RecordedPool]] = {}
     results: dict[str, Any] = {}
     for test in dict.fromkeys(test for found in pools.values() for test in found):
@@ -122,9 +114,7 @@ def _write(
             results |= pool_keys(test, shared, own_confidence(list(shared.values())), num_resamples=1000)[0]
         tests[test] = shared
     sentences, title = verdict(results), " and ".join(places.values())
-    write_page(
-        file, tests, results, title=title, sentences=sentences, threshold=threshold, redact=redact, colours=colours
-    )
+    write_page(file, tests, results, title=title, sentences=sentences, **shown)
     for sentence in sentences:
         say(sentence)
 
@@ -154,7 +144,7 @@ def _token_colours(
 
 
 def _load(
-    path: str, split: str | None, task: str | None, limit: int | None, *, token_ids: bool
+    path: str, *, token_ids: bool, split: str | None = None, task: str | None = None, limit: int | None = None
 ) -> dict[str, RecordedPool]:
     """Return the samples of each split of a store, or of a pool as one test set."""
     if not Path(path).is_dir():

@@ -190,21 +190,17 @@ def read_questions(
 ) -> list[Question]:
     """Return the questions of a file or a list, in the one format (``data.tasks.rows``)."""
     if isinstance(source, str | Path):
-        rows = read_question_file(source, columns=columns)
-    elif all(isinstance(one, Question) for one in source) and source:
-        return _unique([one for one in source if isinstance(one, Question)], "`questions`")
+        rows, questions = read_question_file(source, columns=columns), []
     else:
-        rows = parse_questions([one for one in source if not isinstance(one, Question)])
-        if len(rows) < len(source):
+        questions = [one for one in source if isinstance(one, Question)]
+        rows = [] if questions else parse_questions([one for one in source if not isinstance(one, Question)])
+        if len(rows) + len(questions) < len(source):
             raise InputError("Expected `questions` to be mappings or Question records, but got both in one list.")
-    questions = [
+    questions += [
         put_question(row, task=task, question_id=row.id or f"line-{row.number}", chain_of_thought=chain_of_thought)
         for row in rows
     ]
-    return _unique(questions, str(source) if isinstance(source, str | Path) else "`questions`")
-
-
-def _unique(questions: list[Question], origin: str) -> list[Question]:
     if repeated := duplicate_ids(questions):
+        origin = str(source) if isinstance(source, str | Path) else "`questions`"
         raise InputError(f"Expected the ids in {origin} to be unique, but got {repeated[0]!r} again.")
     return questions

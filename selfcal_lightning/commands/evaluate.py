@@ -15,7 +15,7 @@ from selfcal_lightning.core.errors import InputError, unknown_name
 from selfcal_lightning.core.files import check_results_folder, to_json, write_atomically
 from selfcal_lightning.core.plan import Place, Plan, check_places, merge_plans
 from selfcal_lightning.core.plugins import loaded_plugins
-from selfcal_lightning.core.progress import Stage, say
+from selfcal_lightning.core.progress import Stage
 from selfcal_lightning.data.pools.recorded import RecordedPool
 from selfcal_lightning.engines.settings import EngineSettings
 from selfcal_lightning.evaluation import inputs
@@ -184,12 +184,11 @@ def run_evaluate(
     results: dict[str, Any] = {"settings": _plain(arguments) | _plain(vars(settings))}
     if pools is not None:
         asked = inputs.read_pools(*sources, replayed=replayed)
-        if (sentence := inputs.sides_apart(asked)) is not None:
-            say(sentence)
+        inputs.note_sides_apart(asked)
         asked = asked if calibration_share is None else inputs.split_off_calibration(asked, calibration_share)
     else:
         asked = inputs.sample_models(sampled, replayed=replayed)
-        results |= _overlap_with_training(asked, sampled, options)
+        results |= inputs.trained_on(asked, sampled.sides) | inputs.unlike_training(asked, sampled.sides, options)
     if protocol == "paper":
         results["paper"] = run_paper(asked.tests, confidences, folder)
     else:
@@ -242,23 +241,6 @@ def _check_sampled(
     if width > drawn:
         raise InputError(f"Expected `max_samples` to be at most {drawn}, the `num_samples` drawn, but got {width}.")
     strategy_runs.check_budgets(width, budgets=settings.budgets, targets=settings.targets)
-
-
-def _overlap_with_training(
-    asked: inputs.Inputs, sampled: inputs.ModelInputs, options: inputs.SamplingOptions
-) -> dict[str, int]:
-    results = {}
-    for key, shared in inputs.trained_on(asked, sampled.sides).items():
-        test, _, side = key.rpartition(".")
-        say(f"{test}: {side!r} was trained on {shared:,} of these questions, so its figures flatter it.")
-        results[f"own.{test}.trained_on.{side}"] = shared
-    unlike = inputs.unlike_training(asked, sampled.sides, options)
-    for key, number in unlike.items():
-        test, what, side = key.removeprefix("own.").rsplit(".", 2)
-        if what == "unlike_training" and number:
-            whole = len(asked.tests[test][side].entries)
-            say(f"{test}: {number:,} of {whole:,} questions are unlike those that {side!r} was trained on.")
-    return results | unlike
 
 
 def _run_strategies(

@@ -59,13 +59,13 @@ def compare_calibration(inputs: Inputs, folder: Path, *, num_resamples: int) -> 
         pools = inputs.tests[test].values()
         before, after = (metrics.summarise(pool.entries, name=names[test]) for pool in pools)
         sampled = (
-            f"{test}: {before.num_questions} questions, {before.num_responses} + {after.num_responses} responses; "
-            f"mean {before.confidence} {before.mean_confidence:.3f} -> {after.mean_confidence:.3f}; "
-            f"unreadable {before.unreadable:.1%} -> {after.unreadable:.1%} (counted as wrong); "
-            f"left out for lack of a confidence {before.without_confidence} + {after.without_confidence}"
+            f"{test}: {before['num_questions']} questions, {before['num_responses']} + {after['num_responses']} "
+            f"responses; mean {before['confidence']} {before['mean_confidence']:.3f} -> {after['mean_confidence']:.3f}"
+            f"; unreadable {before['unreadable']:.1%} -> {after['unreadable']:.1%} (counted as wrong); "
+            f"left out for lack of a confidence {before['without_confidence']} + {after['without_confidence']}"
         )
         lines += [sampled, f"{test}: ECE less what chance adds to it: {errors}"]
-        if any(one.unreadable or one.without_confidence for one in (before, after)):
+        if any(one["unreadable"] or one["without_confidence"] for one in (before, after)):
             console.print(sampled, highlight=False)
     text = "\n".join([tables.comparison_markdown(rows), "", *(f"- {line}" for line in lines), ""])
     write_atomically(folder / "results.md", text.encode())

@@ -203,9 +203,8 @@ def make_jobs(
     for label in labels:
         plan = plan_of(label)
         runs: list[tuple[str | None, Mapping[str, Any]]] = [] if plan.plain is None else [(None, plan.plain)]
-        extra = tuned or {}
         if plan.weighted is not None:
-            runs += [(name, {**plan.weighted, **extra.get((label, name), {})}) for name in confidences]
+            runs += [(name, {**plan.weighted, **(tuned or {}).get((label, name), {})}) for name in confidences]
         for name, settings in runs:
             reads = {CONFIDENCE: name} if CONFIDENCE in setting_names(plan.name) else {}
             strategy = as_gridded(make_strategy(plan.name, **{**settings, "max_samples": width}, **reads))

@@ -2,7 +2,7 @@
 
 import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -131,7 +131,11 @@ class ModelInputs:
 
 def plan_models(models: ModelInputs) -> list[Plan]:
     """Refuse models and test sets that do not exist, and return what will be sampled."""
-    check_names(models.tests)
+    if not models.tests:
+        raise InputError("Expected `tests` to name at least one, such as `--tests '[{name: id, task: gsm8k}]'`.")
+    names = [check_path_name("tests.name", test.name) for test in models.tests]
+    if len(set(names)) < len(names) or CALIBRATION in names:
+        raise InputError(f"Expected the names of `tests` to be unique and not {CALIBRATION!r}, but got {names}.")
     named = [(test.name, test) for test in models.tests]
     named += [] if models.calibration is None else [(CALIBRATION, models.calibration)]
     plans = []
@@ -185,7 +189,7 @@ def read_pools(pools: Sequence[PoolSource], calibration: Sequence[PoolSource], *
     sides = list(dict.fromkeys(source.name for source in pools)) if calibration else []
     places = {test: [source for source in pools if test_of(source) == test] for test in tests}
     same = {
-        test: len(sources) > 1 and _are_equal(texts_digest(one.path, split=one.split, task=one.task) for one in sources)
+        test: len(sources) > 1 and len({texts_digest(one.path, split=one.split, task=one.task) for one in sources}) == 1
         for test, sources in places.items()
     }
     return Inputs(tests, {side: _read(found[side], texts=replayed, token_ids=replayed) for side in sides}, same)
@@ -249,7 +253,7 @@ def check_inputs(inputs: Inputs) -> Inputs:
 
 
 def trained_on(inputs: Inputs, sides: Mapping[str, ModelSide]) -> dict[str, int]:
-    """Return how many questions of each "test.side" its model was trained on, where its store is still there."""
+    """Say and return how many questions of each test set a side was trained on, where its store is still there."""
     found = {}
     for side, model in sides.items():
         taught: set[str] = set()
@@ -261,12 +265,13 @@ def trained_on(inputs: Inputs, sides: Mapping[str, ModelSide]) -> dict[str, int]
         for test, pools in inputs.tests.items():
             entries = pools[side].entries if side in pools else ()
             if shared := sum(question_digest(entry.question) in taught for entry in entries):
-                found[f"{test}.{side}"] = shared
+                say(f"{test}: {side!r} was trained on {shared:,} of these questions, so its figures flatter it.")
+                found[f"own.{test}.trained_on.{side}"] = shared
     return found
 
 
 def unlike_training(inputs: Inputs, sides: Mapping[str, ModelSide], options: SamplingOptions) -> dict[str, Any]:
-    """Return how many questions are unlike those a side was trained on, and the AUROC of that distance."""
+    """Say and return how many questions are unlike those a side was trained on; also the AUROC of that distance."""
     found: dict[str, Any] = {}
     for side, model in sides.items():
         folder = model.adapter or resolve_model(model.model)
@@ -282,32 +287,32 @@ def unlike_training(inputs: Inputs, sides: Mapping[str, ModelSide], options: Sam
             }
         first = next(iter(distances.values()))
         for test, values in distances.items():
-            found[f"own.{test}.unlike_training.{side}"] = int((values > domain.threshold).sum())
+            found[f"own.{test}.unlike_training.{side}"] = number = int((values > domain.threshold).sum())
+            if number:
+                say(f"{test}: {number:,} of {len(values):,} questions are unlike those that {side!r} was trained on.")
             if values is not first:
                 is_other = np.repeat([True, False], [len(values), len(first)])
                 found[f"own.{test}.domain_auroc.{side}"] = auroc(np.concatenate([values, first]), is_other)
     return found
 
 
-def sides_apart(inputs: Inputs) -> str | None:
-    """Return a sentence where there are several sides and no test set is on two of them, else None."""
+def note_sides_apart(inputs: Inputs) -> None:
+    """Say so where there are several sides and no test set is on two of them."""
     tests: dict[str, list[str]] = {}
     for test, pools in inputs.tests.items():
         for side in pools:
             tests.setdefault(side, []).append(test)
-    if len(tests) < 2 or any(len(pools) > 1 for pools in inputs.tests.values()):
-        return None
-    found = ", ".join(f"{side} has {' and '.join(map(repr, names))}" for side, names in tests.items())
-    return (
-        f"No two sides are compared: none of the test sets is on two of them ({found}). Name the `test` of each in the "
-        "list form of `pools`."
-    )
+    if len(tests) > 1 and all(len(pools) == 1 for pools in inputs.tests.values()):
+        found = ", ".join(f"{side} has {' and '.join(map(repr, names))}" for side, names in tests.items())
+        say(
+            f"No two sides are compared: none of the test sets is on two of them ({found}). Name the `test` of each in "
+            "the list form of `pools`."
+        )
 
 
 def sample_models(inputs: ModelInputs, *, replayed: bool = False) -> Inputs:
     """Sample all questions from every model, or continue where an earlier run stopped; see ``read_pools``."""
     tests, calibration, sides = inputs.tests, inputs.calibration, inputs.sides
-    check_names(tests)
     if calibration is not None:  # shared questions are refused before anything is sampled
         fitted_on = load_source(calibration, calibration.task)
         for test in tests:
@@ -333,23 +338,10 @@ def sample_models(inputs: ModelInputs, *, replayed: bool = False) -> Inputs:
     one_store = len(set(places.values())) == 1
     same = {
         test.name: len(sides) > 1
-        and (one_store or _are_equal(texts_digest(place, split=test.name) for place in places.values()))
+        and (one_store or len({texts_digest(place, split=test.name) for place in places.values()}) == 1)
         for test in tests
     }
     return Inputs({test.name: found[test.name] for test in tests}, found.get(CALIBRATION, {}), same)
-
-
-def _are_equal(digests: Iterable[int]) -> bool:
-    first, *others = digests
-    return all(other == first for other in others)
-
-
-def check_names(tests: Sequence[TestSet]) -> None:
-    if not tests:
-        raise InputError("Expected `tests` to name at least one, such as `--tests '[{name: id, task: gsm8k}]'`.")
-    names = [check_path_name("tests.name", test.name) for test in tests]
-    if len(set(names)) < len(names) or CALIBRATION in names:
-        raise InputError(f"Expected the names of `tests` to be unique and not {CALIBRATION!r}, but got {names}.")
 
 
 def sampling_run(

@@ -3,7 +3,6 @@
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -33,17 +32,6 @@ SHORT_NAMES = {
     "discrimination/WithinQuestionAUROC": "within_question_auroc",
 }
 OF_CONFIDENCES = [metric for metric in SHORT_NAMES if metric != PASS_AT_1]
-
-
-@dataclass(frozen=True)
-class PoolSummary:
-    num_questions: int
-    num_responses: int
-    unreadable: float
-    truncated: float
-    confidence: str | None
-    without_confidence: int
-    mean_confidence: float | None
 
 
 def scored_responses(pool: Sequence[QuestionSamples], *, name: str = P_TRUE) -> ScoredResponses:
@@ -84,19 +72,19 @@ def no_reference(question_id: str) -> InputError:
     return InputError(f"Expected every test question to have a reference answer, but {question_id!r} has none.")
 
 
-def summarise(pool: Sequence[QuestionSamples], *, name: str | None = P_TRUE) -> PoolSummary:
+def summarise(pool: Sequence[QuestionSamples], *, name: str | None = P_TRUE) -> dict[str, Any]:
     samples = [sample for entry in pool for sample in entry.samples]
     found = (None if name is None else confidence_of(sample, name) for sample in samples)
     confidences = [value for value in found if value is not None]
-    return PoolSummary(
-        num_questions=len(pool),
-        num_responses=len(samples),
-        unreadable=sum(sample.answer is None for sample in samples) / max(len(samples), 1),
-        truncated=sum(sample.finish == "length" for sample in samples) / max(len(samples), 1),
-        confidence=name if confidences else None,
-        without_confidence=len(samples) - len(confidences),
-        mean_confidence=math.fsum(confidences) / len(confidences) if confidences else None,
-    )
+    return {
+        "num_questions": len(pool),
+        "num_responses": len(samples),
+        "unreadable": sum(sample.answer is None for sample in samples) / max(len(samples), 1),
+        "truncated": sum(sample.finish == "length" for sample in samples) / max(len(samples), 1),
+        "confidence": name if confidences else None,
+        "without_confidence": len(samples) - len(confidences),
+        "mean_confidence": math.fsum(confidences) / len(confidences) if confidences else None,
+    }
 
 
 def compare_pools(
@@ -147,8 +135,7 @@ def debiased_error(pool: Sequence[QuestionSamples], name: str) -> float | None:
 def summary_keys(
     test: str, side: str, pool: Sequence[QuestionSamples], *, name: str | None = P_TRUE
 ) -> dict[str, float | int | str | None]:
-    summary: dict[str, Any] = asdict(summarise(pool, name=name))
-    return {f"own.{test}.{key}.{side}": value for key, value in summary.items()}
+    return {f"own.{test}.{key}.{side}": value for key, value in summarise(pool, name=name).items()}
 
 
 def shared_probabilities(pools: Sequence[RecordedPool]) -> list[str]:

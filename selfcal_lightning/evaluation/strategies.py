@@ -259,7 +259,7 @@ def report_on(
         test=test.name,
         width=test.width,
         num_questions=len(next(iter(test.pools.values())).pool.entries),
-        unreadable={side: summarise(found.pool.entries, name=None).unreadable for side, found in test.pools.items()},
+        unreadable={side: summarise(found.pool.entries, name=None)["unreadable"] for side, found in test.pools.items()},
         confidences=scores,
         reliability={side: _reliability(weighed, tables[side]) for side, weighed in test.pools.items()},
         curves=resampled,

@@ -3,6 +3,7 @@
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from selfcal_lightning.cli import run
 from selfcal_lightning.commands.evaluate import run_evaluate
 from selfcal_lightning.commands.generate import run_generate
 from selfcal_lightning.commands.score import run_score
+from selfcal_lightning.confidence.domain import Domain
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.engines.settings import EngineSettings
 from selfcal_lightning.evaluation.inputs import TestSet
@@ -165,8 +167,8 @@ def test_evaluate_samples_a_joint_adapter_itself(
 def test_questions_that_were_trained_on_are_told(
     tiny_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    unlike = {"own.v1.1.unlike_training.after": 3, "own.v1.1.domain_auroc.after": 0.9}
-    monkeypatch.setattr("selfcal_lightning.evaluation.inputs.unlike_training", lambda *_: unlike)
+    far = SimpleNamespace(distance=lambda states: np.ones(len(states)), threshold=0.5)
+    monkeypatch.setattr(Domain, "of", lambda folder: far if Path(folder).name == "joint" else None)
     taught = OPTIONS | {"split": "test_id", "store_split": "train", "limit": 2, "num_samples": 2}
     run_generate(tiny_model, str(tmp_path / "store"), **nested(**taught))
     joint = write_export(shaken(tiny_model), tmp_path / "joint", store={"path": str(tmp_path / "store"), "digests": {}})
@@ -177,6 +179,7 @@ def test_questions_that_were_trained_on_are_told(
     )  # fmt: skip
     assert results["own.v1.1.trained_on.after"] == 2
     assert "own.v1.1.trained_on.before" not in results
+    assert results["own.v1.1.unlike_training.after"] == 3
     told = capsys.readouterr().err
     assert "'after' was trained on 2 of these questions" in told
     assert "v1.1: 3 of 3 questions are unlike those that 'after' was trained on" in told

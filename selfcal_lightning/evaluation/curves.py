@@ -1,11 +1,10 @@
 """Which strategies an evaluation runs: by label, with every confidence that they can read, over whole grids."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from selfcal_lightning.confidence.base import confidence_of
 from selfcal_lightning.confidence.fusion import FusionTarget
@@ -18,17 +17,6 @@ from selfcal_lightning.inference.vectorised import NUM_RESHUFFLES, SEED, GridStr
 from selfcal_lightning.inference.voting import CISC
 from selfcal_lightning.metrics.arrays import Floats
 from selfcal_lightning.records import QuestionSamples
-
-
-@dataclass(frozen=True)
-class Block:
-    """Some orders of a pool, one below the other."""
-
-    questions: slice
-    num_finished: int
-    pools: Mapping[str | None, PoolArrays]
-    right: NDArray[np.bool_]
-    spent: Mapping[str | None, Floats] | None
 
 
 class Reshuffles:
@@ -45,34 +33,13 @@ class Reshuffles:
         query_tokens: Mapping[str, int] | None = None,
     ) -> None:
         costs = query_tokens or {}
-        entries = pool.entries
-        self.num_questions = len(entries)
-        plain = PoolArrays.from_samples(entries)
-        self._arrays = {
-            name: plain if name is None else plain.with_confidence(entries, name, query_tokens=costs.get(name, 0))
+        self.num_questions, self.has_lengths = len(pool.entries), pool.has_lengths
+        self.plain = plain = PoolArrays.from_samples(pool.entries)
+        self.arrays = {
+            name: plain if name is None else plain.with_confidence(pool.entries, name, query_tokens=costs.get(name, 0))
             for name in dict.fromkeys(confidences)
         }
-        self.orders = Orders(next(iter(self._arrays.values())).length, width, num_reshuffles, seed)
-        self._has_lengths = pool.has_lengths
-
-    def most_tokens(self, confidence: str | None) -> float | None:
-        """Return the most that all samples of a question cost with a confidence; None where lengths are unknown."""
-        return float(self._arrays[confidence].tokens.sum(axis=1).max()) if self._has_lengths else None
-
-    def blocks(self) -> Iterator[Block]:
-        for block in self.orders.blocks():
-            order, questions = block.position, block.questions
-            rows = np.arange(len(order))[:, None] % (questions.stop - questions.start) + questions.start
-            common = next(iter(self._arrays.values())).in_orders(order, questions)
-            pools = {
-                name: replace(common, confidence=arrays.confidence[rows, order], tokens=arrays.tokens[rows, order])
-                for name, arrays in self._arrays.items()
-            }
-            spent = None
-            if self._has_lengths:
-                spent = {name: np.cumsum(np.pad(a.tokens, ((0, 0), (1, 0))), axis=1) for name, a in pools.items()}
-            right = right_codes(common.answer, common.correct)
-            yield Block(questions, block.num_finished, pools, right, spent)
+        self.orders = Orders(plain.length, width, num_reshuffles, seed)
 
 
 @dataclass(frozen=True)
@@ -113,16 +80,28 @@ def check_pool(pool: RecordedPool, name: str, *, max_samples: int | None = None)
 def evaluate_jobs(
     reshuffles: Reshuffles, jobs: Sequence[Job], *, progress: Callable[[int], None] | None = None
 ) -> list[StrategyCurve]:
-    size = {"num_orders": reshuffles.orders.num_orders, "width": reshuffles.orders.width}
+    orders, arrays = reshuffles.orders, reshuffles.arrays
+    size = {"num_orders": orders.num_orders, "width": orders.width}
     sums = []
     for job in jobs:
-        most = reshuffles.most_tokens(job.strategy.confidence)
+        tokens = arrays[job.strategy.confidence].tokens
+        most = float(tokens.sum(axis=1).max()) if reshuffles.has_lengths else None
         sums.append(GridOutcome.empty(job.grid, reshuffles.num_questions, most_tokens=most, **size))
-    for block in reshuffles.blocks():
+    for block in orders.blocks():
+        order, questions = block.position, block.questions
+        rows = np.arange(len(order))[:, None] % (questions.stop - questions.start) + questions.start
+        common = reshuffles.plain.in_orders(order, questions)
+        pools = {
+            name: replace(common, confidence=one.confidence[rows, order], tokens=one.tokens[rows, order])
+            for name, one in arrays.items()
+        }
+        spent: dict[str | None, Floats] = {}
+        if reshuffles.has_lengths:
+            spent = {name: np.cumsum(np.pad(one.tokens, ((0, 0), (1, 0))), axis=1) for name, one in pools.items()}
+        right = right_codes(common.answer, common.correct)
         for job, total in zip(jobs, sums, strict=True):
             name = job.strategy.confidence
-            spent = None if block.spent is None else block.spent[name]
-            total.add(job.strategy, block.pools[name], block.right, spent, block.questions)
+            total.add(job.strategy, pools[name], right, spent.get(name), questions)
             if progress is not None:
                 progress(block.num_finished)
     curves = []

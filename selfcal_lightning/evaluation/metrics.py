@@ -150,12 +150,19 @@ def has_confidence(entry: QuestionSamples, name: str) -> bool:
 
 
 def verdict(results: Mapping[str, Any]) -> list[str]:
-    """Return a sentence for each test set from the keys of results.json; clear changes have intervals without 0."""
-    tests: dict[str, str] = {}
+    """Return a sentence from the keys of results.json for each test set, or for each system that is not compared.
+
+    Clear changes have intervals without 0.
+    """
+    tests: dict[str, list[str]] = {}
     for key in results:
         if match := re.fullmatch(r"own\.(.+)\.ece\.(.+)(?<!\.low)(?<!\.high)", key):
-            tests.setdefault(match[1], match[2])
-    return [_sentence(results, f"own.{test}", test, side) for test, side in tests.items()]
+            tests.setdefault(match[1], []).append(match[2])
+    return [
+        _sentence(results, f"own.{test}", test, side)
+        for test, sides in tests.items()
+        for side in (sides[:1] if "change" in sides else sides)
+    ]
 
 
 def _sentence(results: Mapping[str, Any], own: str, test: str, side: str) -> str:

@@ -221,6 +221,15 @@ def test_a_pool_is_summarised_by_the_confidence_that_it_has(sides: list[str], tm
     assert ("6 of 24 responses have no confidence" in verdict(results)[0]) == (len(sides) == 1)
 
 
+def test_each_of_three_systems_has_its_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pools = {side: _write(tmp_path / f"{side}.jsonl", num_questions=6, prefix="t") for side in ("a", "b", "c")}
+    run_evaluate(output_dir=str(tmp_path / "out"), pools=pools, strategies=[], num_resamples=5)
+    told = capsys.readouterr().out
+    assert [line.partition(":")[0] for line in told.splitlines() if line.startswith("test, ")] == [
+        "test, a", "test, b", "test, c",
+    ]  # fmt: skip
+
+
 def test_paper_protocol_writes_the_published_tables(tmp_path: Path) -> None:
     path = _write(tmp_path / "pool.jsonl", num_questions=6, prefix="t")
     results = run_evaluate(output_dir=str(tmp_path / "out"), pools={"m": path}, protocol="paper")

@@ -141,8 +141,15 @@ def run_evaluate(
     if protocol == "paper" and confidences is not None and len(confidences) != 1:
         raise InputError(f"Expected one of `confidences` for the published protocol, but got {confidences}.")
     if protocol == "paper" or strategies == []:
+        unread: dict[str, object] = {
+            "scorers": scorers, "fitted_thresholds": fitted_thresholds, "max_samples": max_samples, "budgets": budgets,
+            "targets": targets, "thresholds": thresholds, "training_cost": training_cost,
+        }  # fmt: skip
+        if protocol == "paper":
+            unread |= {"strategies": strategies, "calibration": calibration, "calibration_pools": calibration_pools}
+            unread |= {"calibration_share": calibration_share, "num_reshuffles": num_reshuffles != NUM_RESHUFFLES}
         which = "the published protocol" if protocol == "paper" else "an empty list of `strategies`"
-        _refuse(which, scorers=scorers, fitted_thresholds=fitted_thresholds)
+        _refuse(which, **unread)
     folder = Path(output_dir)
     if pools is not None:
         models = {"before": before, "after": after, "model": model, "adapter": adapter}

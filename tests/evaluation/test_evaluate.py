@@ -259,7 +259,12 @@ def test_paper_protocol_writes_the_published_tables(tmp_path: Path) -> None:
         ({"pools": {"m": "x"}, "budgets": []}, r"`budgets` .* \[\]"),
         ({"pools": {"m": "x"}, "targets": [4, 0]}, "`targets` .* 0"),
         ({"pools": {"m": "x"}, "protocol": "paper", "scorers": ["s.json"]}, "no `scorers` .* published protocol"),
+        ({"pools": {"m": "x"}, "protocol": "paper", "max_samples": 2}, "no `max_samples` .* published protocol"),
+        ({"pools": {"m": "x"}, "protocol": "paper", "strategies": ["cisc"]}, "no `strategies` .* published protocol"),
+        ({"pools": {"m": "x"}, "protocol": "paper", "num_reshuffles": 0}, "no `num_reshuffles` .* published protocol"),
+        ({"model": "m", "protocol": "paper", "calibration": TestSet("c", "gsm8k")}, "no `calibration` .* published"),
         ({"pools": {"m": "x"}, "strategies": [], "fitted_thresholds": ["t.json"]}, "no `fitted_thresholds` .*empty"),
+        ({"pools": {"m": "x"}, "strategies": [], "budgets": [2]}, "no `budgets` .*empty"),
     ],
 )
 def test_options_that_do_not_fit(

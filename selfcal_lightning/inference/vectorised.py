@@ -22,15 +22,6 @@ from selfcal_lightning.records import QuestionSamples
 UNREADABLE = -1
 
 
-@dataclass(frozen=True, repr=False)
-class Drawn:
-    """Which samples the rows of a :class:`PoolArrays` stand for."""
-
-    entries: Sequence[QuestionSamples]
-    row: NDArray[np.int64]
-    order: NDArray[np.int64] | None = None
-
-
 @dataclass(frozen=True)
 class PoolArrays:
     """Up to N samples of each of Q questions, with one confidence.
@@ -45,7 +36,8 @@ class PoolArrays:
     confidence: NDArray[np.float64]  # [Q, N]; nan where there is none
     correct: NDArray[np.bool_]  # [Q, N]; unreadable is wrong
     tokens: NDArray[np.float64]  # of response and, if it is read, query [Q, N]; nan if unknown, 0 for padding
-    drawn: Drawn | None = field(default=None, repr=False, compare=False)  # None for arrays not built from samples
+    entries: Sequence[QuestionSamples] = field(default=(), repr=False, compare=False)  # of the rows, if built from some
+    order: NDArray[np.int64] | None = field(default=None, repr=False, compare=False)  # of their samples; None: recorded
 
     @classmethod
     def from_samples(cls, pool: Sequence[QuestionSamples], *, confidence: str | None = None) -> Self:
@@ -61,8 +53,7 @@ class PoolArrays:
             tokens[row, :width] = np.array([sample_tokens(sample, 0) for sample in entry.samples], dtype=np.float64)
         values = np.where(answer == UNREADABLE, np.nan, 1.0)
         length = np.array([len(entry.samples) for entry in pool], dtype=np.int64)
-        ids, drawn = tuple(entry.question.id for entry in pool), Drawn(pool, np.arange(len(pool)))
-        plain = cls(ids, length, answer, values, correct, tokens, drawn)
+        plain = cls(tuple(entry.question.id for entry in pool), length, answer, values, correct, tokens, pool)
         return plain if confidence is None else plain.with_confidence(pool, confidence)
 
     def with_confidence(self, pool: Sequence[QuestionSamples], confidence: str, *, query_tokens: int = 0) -> Self:
@@ -74,29 +65,27 @@ class PoolArrays:
         values[self.answer == UNREADABLE] = np.nan
         if query_tokens:
             tokens[is_sample] = np.array([sample_tokens(one, query_tokens) for one in samples], dtype=np.float64)
-        drawn = None if self.drawn is None else replace(self.drawn, entries=pool)
-        return replace(self, confidence=values, tokens=tokens, drawn=drawn)
+        return replace(self, confidence=values, tokens=tokens, entries=pool)
 
     def entry(self, row: int) -> QuestionSamples:
         """Return the samples of a row, in its order, with their question."""
-        if self.drawn is None:
+        if not self.entries:
             raise InputError("Expected arrays made by `PoolArrays.from_samples`.")
-        entry = self.drawn.entries[self.drawn.row[row]]
-        if self.drawn.order is None:
+        entry = self.entries[row]
+        if self.order is None:
             return entry
-        positions = self.drawn.order[row, : self.length[row]]
-        return replace(entry, samples=tuple(entry.samples[position] for position in positions))
+        return replace(entry, samples=tuple(entry.samples[at] for at in self.order[row, : self.length[row]]))
 
     def in_orders(self, order: NDArray[np.int64], questions: slice = slice(None)) -> Self:
         """Return the pool in r stacked orders: row i holds the samples of question i % Q in ``order[i]``."""
         ids = self.question_ids[questions]
         times, length = len(order) // len(ids), np.full(len(order), order.shape[1], dtype=np.int64)
         rows = np.tile(np.arange(len(self.length))[questions], times)
-        place, drawn = (rows[:, None], order), self.drawn
-        if drawn is not None:
-            drawn = Drawn(drawn.entries, drawn.row[rows], order if drawn.order is None else drawn.order[place])
+        place = rows[:, None], order
         columns = {name: getattr(self, name)[place] for name in ("answer", "confidence", "correct", "tokens")}
-        return replace(self, question_ids=ids * times, length=length, drawn=drawn, **columns)
+        columns["order"] = order if self.order is None else self.order[place]
+        entries = [self.entries[row] for row in rows] if self.entries else ()
+        return replace(self, question_ids=ids * times, length=length, entries=entries, **columns)
 
 
 @dataclass(frozen=True)

@@ -7,27 +7,24 @@ import sys
 from selfcal_lightning.core.signals import INTERRUPTION
 
 
-class _Exit:
-    """Ends the process once everything else has: threads are joined, exit handlers have run, output is flushed.
-
-    Threads of libraries (Arrow, gloo) that outlive Python's finalisation abort the process now and then; see
-    apache/arrow#34314. So the interpreter is not finalised.
-    """
-
+def main() -> None:
     status = 1  # that of an uncaught error
 
-    def __call__(self) -> None:
+    @atexit.register  # the first one registered is called last
+    def leave() -> None:
+        """End the process once everything else has: threads are joined, exit handlers have run, output is flushed.
+
+        Threads of libraries (Arrow, gloo) that outlive Python's finalisation abort the process now and then; see
+        apache/arrow#34314. So the interpreter is not finalised.
+        """
+        nonlocal status
         for stream in (sys.stdout, sys.stderr):
             try:
                 stream.flush()
             except (AttributeError, OSError, ValueError):  # gone or closed
-                self.status = self.status or 1
-        os._exit(self.status)
+                status = status or 1
+        os._exit(status)
 
-
-def main() -> None:
-    leave = _Exit()
-    atexit.register(leave)  # the first one registered is called last
     INTERRUPTION.listen()
     # OpenMP threads that spin at barriers make small models tens of times slower where cores are shared (measured:
     # 1.2 against 56 responses a second under a load of 5 on two cores). It must be set before torch is imported.
@@ -40,14 +37,14 @@ def main() -> None:
 
     keep_bitsandbytes_quiet()
     try:
-        leave.status = run(sys.argv[1:], owns_process=True)
+        status = run(sys.argv[1:], owns_process=True)
     except SystemExit as error:
-        leave.status = error.code if isinstance(error.code, int) else int(error.code is not None)
+        status = error.code if isinstance(error.code, int) else int(error.code is not None)
         raise
     except KeyboardInterrupt:
-        leave.status = INTERRUPTION.status
+        status = INTERRUPTION.status
         raise
-    sys.exit(leave.status)
+    sys.exit(status)
 
 
 if __name__ == "__main__":

@@ -105,23 +105,17 @@ def _write_merged(
 
 
 def _write_trained(
-    checkpoint: str,
-    target: Path,
-    base_model: str | None,
-    dtype: Dtype,
-    kind: type[TrainedModule] | None,
-    *,
-    overwrite: bool,
+    path: str, target: Path, base_model: str | None, dtype: Dtype, kind: type[TrainedModule] | None, *, overwrite: bool
 ) -> None:
-    if kind is None or _hyper_parameters(checkpoint).get("lora", {}) is None:
+    if kind is None or _hyper_parameters(path).get("lora", {}) is None:
         raise InputError(
-            f"Expected `adapter` to be a checkpoint of an adapter with `merge: false`, but got {checkpoint!r}. A "
+            f"Expected `adapter` to be a checkpoint of an adapter with `merge: false`, but got {path!r}. A "
             "folder is an adapter already, and a checkpoint of all weights has none."
         )
     if dtype != "auto":
         raise InputError(f"Expected `dtype` to be auto with `merge: false`, but got {dtype!r}: adapters are float32.")
     # The dtype is that of the base, which is not written.
-    module, stored = _module_of(checkpoint, base_model, dtype="bfloat16", kind=kind)
+    module, stored = _module_of(path, base_model, dtype="bfloat16", kind=kind)
     places = {name: target.with_name(f"{target.name}-{name}") for name in module.auxiliary}
     for place in places.values():  # all of them before the first is written
         exports.check_output(place, kinds=("adapter",), overwrite=overwrite)

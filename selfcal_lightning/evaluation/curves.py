@@ -231,12 +231,7 @@ TEMPERATURES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
 
 
 def tune(
-    pool: Sequence[QuestionSamples],
-    labels: Sequence[str],
-    confidences: Sequence[str],
-    *,
-    max_samples: int,
-    seed: int = SEED,
+    pool: Sequence[QuestionSamples], labels: Sequence[str], confidences: Sequence[str], *, max_samples: int, seed: int
 ) -> Tuned:
     """Fit the temperature of CISC and the evidence of CGES for every confidence."""
     found: dict[tuple[str, str], dict[str, Any]] = {}

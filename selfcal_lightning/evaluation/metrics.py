@@ -88,11 +88,7 @@ def summarise(pool: Sequence[QuestionSamples], *, name: str | None = P_TRUE) -> 
 
 
 def compare_pools(
-    before: Sequence[QuestionSamples],
-    after: Sequence[QuestionSamples],
-    *,
-    name: str = P_TRUE,
-    num_resamples: int = 1000,
+    before: Sequence[QuestionSamples], after: Sequence[QuestionSamples], *, name: str = P_TRUE, num_resamples: int
 ) -> dict[str, MetricChange]:
     """Return each metric before and after with paired intervals, on questions with a confidence on both sides.
 

@@ -130,10 +130,6 @@ class Resampled:
         tokens = None if self.tokens is None else estimate_of(self.tokens[setting])
         return {"samples": estimate_of(self.samples[setting]), "tokens": tokens}
 
-    def choosing(self) -> GridOutcome:
-        """Return the curve that settings are chosen on: of the calibration questions where there are any."""
-        return self.calibration or self.curve.outcome
-
 
 def resample_curves(
     by_side: Mapping[str, Sequence[StrategyCurve]],
@@ -144,8 +140,8 @@ def resample_curves(
 ) -> list[Resampled]:
     """Resample the questions of all curves together; those of the calibration questions may be more."""
     found = []
-    num_questions = next(iter(by_side.values()))[0].outcome.num_questions
-    weights = resample_weights(num_questions, num_resamples=num_resamples, seed=seed)
+    first = next(iter(by_side.values()))[0].outcome
+    weights = resample_weights(first.sum_correct.shape[1], num_resamples=num_resamples, seed=seed)
     for side, rows in by_side.items():
         others = {(curve.strategy, curve.confidence): curve.outcome for curve in (calibration or {}).get(side, ())}
         for curve in rows:
@@ -209,7 +205,7 @@ def saving_rows(resampled: Sequence[Resampled], targets: Sequence[int]) -> list[
             rows.append(SavingRow(
                 row.contender, target, float(wanted[position, 0]), samples=estimate_or_never(samples, never=np.inf),
                 tokens=tokens, saving=estimate_or_never(1.0 - samples / target, never=-np.inf),
-                saved_tokens=saved_tokens, rank=_saved(row.choosing(), reference.choosing(), at),
+                saved_tokens=saved_tokens, rank=_saved(row, reference, at),
                 chosen=_chosen(row, reference, target),
             ))  # fmt: skip
     return rows
@@ -242,13 +238,13 @@ def _chosen(row: Resampled, reference: Resampled, target: int) -> ChosenSetting 
     )  # fmt: skip
 
 
-def _saved(curve: GridOutcome, reference: GridOutcome, at: int) -> float | None:
-    """Return the tokens that a curve saves where it is as accurate as the reference is; None where it never is."""
-    costs, others = curve.mean_tokens, reference.mean_tokens
-    if costs is None or others is None:
+def _saved(row: Resampled, reference: Resampled, at: int) -> float | None:
+    """Return the tokens saved where it is as accurate as the reference, on calibration questions if there are any."""
+    mine, theirs = (one.calibration or one.curve.outcome for one in (row, reference))
+    if mine.mean_tokens is None or theirs.mean_tokens is None:
         return None
-    needed = curves.cost_to_reach(costs, curve.accuracy, float(reference.accuracy[at]))
-    return None if needed is None else float(others[at]) - needed
+    needed = curves.cost_to_reach(mine.mean_tokens, mine.accuracy, float(theirs.accuracy[at]))
+    return None if needed is None else float(theirs.mean_tokens[at]) - needed
 
 
 def consensus_rows(side: str, weighed: WeighedPool) -> list[ConsensusRow]:

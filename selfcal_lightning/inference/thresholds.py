@@ -85,10 +85,6 @@ class GridOutcome:
                 part += values.reshape(*part.shape[:1], -1, part.shape[1]).sum(1, dtype=np.float64).astype(part.dtype)
 
     @property
-    def num_questions(self) -> int:
-        return self.sum_correct.shape[1]
-
-    @property
     def correct(self) -> Floats:
         """Share of orders in which the verdict is right [G, Q]."""
         return self.sum_correct / self.num_orders

@@ -11,14 +11,9 @@ from selfcal_lightning.confidence.base import P_TRUE, confidence_of, how_to_get
 from selfcal_lightning.confidence.fusion import carried_confidences, is_probability
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.data.pools.recorded import RecordedPool
+from selfcal_lightning.metrics import bootstrap
 from selfcal_lightning.metrics.arrays import PASS_AT_1
-from selfcal_lightning.metrics.bootstrap import (
-    Estimate,
-    MetricChange,
-    ScoredResponses,
-    bootstrap_interval,
-    paired_bootstrap,
-)
+from selfcal_lightning.metrics.bootstrap import Estimate, MetricChange, ScoredResponses
 from selfcal_lightning.metrics.calibration import debiased_calibration_error
 from selfcal_lightning.records import QuestionSamples
 
@@ -64,7 +59,7 @@ def own_metrics(pool: Sequence[QuestionSamples], name: str, *, num_resamples: in
     found: dict[str, Estimate] = {}
     for part, metrics in ((scored_responses(pool, name=name), OF_CONFIDENCES), (judged_responses(pool), [PASS_AT_1])):
         columns = part.confidence, part.correct, part.question_index
-        found |= bootstrap_interval(*columns, metrics=metrics, num_resamples=num_resamples)
+        found |= bootstrap.bootstrap_interval(*columns, metrics=metrics, num_resamples=num_resamples)
     return {metric: found[metric] for metric in SHORT_NAMES}
 
 
@@ -99,9 +94,9 @@ def compare_pools(
     sides = [
         scored_responses([entry for entry in pool if entry.question.id in kept], name=name) for pool in (before, after)
     ]
-    found = paired_bootstrap(*sides, metrics=OF_CONFIDENCES, num_resamples=num_resamples)
+    found = bootstrap.paired_bootstrap(*sides, metrics=OF_CONFIDENCES, num_resamples=num_resamples)
     judged = [judged_responses(pool) for pool in (before, after)]
-    found |= paired_bootstrap(*judged, metrics=[PASS_AT_1], num_resamples=num_resamples)
+    found |= bootstrap.paired_bootstrap(*judged, metrics=[PASS_AT_1], num_resamples=num_resamples)
     return {metric: found[metric] for metric in SHORT_NAMES}
 
 

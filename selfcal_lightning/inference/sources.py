@@ -7,6 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from selfcal_lightning import records
 from selfcal_lightning.confidence.base import P_TRUE, STORED, MissingConfidenceError, SampleScorer, add_scores
 from selfcal_lightning.confidence.registry import refuse_looking_ahead
 from selfcal_lightning.core.errors import InputError, RunError, check_at_least
@@ -18,17 +19,7 @@ from selfcal_lightning.engines import base
 from selfcal_lightning.engines.base import MAX_FAILURES, Engine, RequestsFailedError, mass_of
 from selfcal_lightning.inference.base import WHOLE, AskKind, Strategy, refuse_parts
 from selfcal_lightning.models.chat_format import ChatFormat
-from selfcal_lightning.records import (
-    Question,
-    QuestionSamples,
-    RecordedResponse,
-    Request,
-    Response,
-    Sample,
-    SamplingSettings,
-    Verdict,
-    sample_seed,
-)
+from selfcal_lightning.records import Question, RecordedResponse, Response, Sample, SamplingSettings, Verdict
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +149,7 @@ class EngineSource:
         self._prompts: dict[str, tuple[Question, Draws]] = {}
         self._open: dict[str, _Asked] = {}
         self._place: dict[str, tuple[_Asked, int]] = {}
-        self._queue: dict[str, Request] = {}
+        self._queue: dict[str, records.Request] = {}
         self.query_tokens = self.failed = 0
         self.prompt_tokens: Mapping[str, int] = {}
         self._row = base.FailuresInARow(max_failures, way_out="Start the same command again when it answers.")
@@ -211,9 +202,9 @@ class EngineSource:
         sampling = asked.draws.sampling
         if only is not None:
             sampling = replace(sampling, max_new_tokens=len(prefix) + only)
-        self._queue[name] = Request(
+        self._queue[name] = records.Request(
             id=name, prompt_ids=asked.draws.prompt_ids, sampling=sampling,
-            seed=sample_seed(asked.draws.seed, 0, asked.draws.key, index),
+            seed=records.sample_seed(asked.draws.seed, 0, asked.draws.key, index),
             query=self._chat.query if self.query_tokens else None, prefix_ids=prefix,
             step_ids=self._stops.tokens if to_step_end and self._stops is not None and only is None else (),
         )  # fmt: skip
@@ -397,7 +388,7 @@ class EngineSource:
             yield add_scores(asked.judge.read(response), self.scorers)
 
 
-def replay(strategy: Strategy, entry: QuestionSamples) -> Verdict:
+def replay(strategy: Strategy, entry: records.QuestionSamples) -> Verdict:
     """Return the verdict of ``strategy`` on the samples of ``entry``, in their order; tokens are not counted."""
     solving = strategy.solve(entry.question)
     position = 0

@@ -128,6 +128,9 @@ def run_extract_steps(
         raise InputError(
             f"Expected `model` with `backend` engine, and there alone, but got {model!r} with {backend!r}."
         )
+    given = {"engine": engine != EngineSettings(), "revision": revision, "max_new_tokens": max_new_tokens != 1024}
+    if model is None and (unread := [f"`{name}`" for name, is_given in given.items() if is_given]):
+        raise InputError(f"Expected {unread[0]} with `backend` engine alone: {backend!r} asks no model. Set both.")
     chosen = selection_files.read_selection(selection)
     with ExitStack() as ends:
         extractor: key_steps.RuleExtractor | key_steps.EngineExtractor = key_steps.RuleExtractor()

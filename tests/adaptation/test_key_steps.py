@@ -16,6 +16,7 @@ from selfcal_lightning.cli import run
 from selfcal_lightning.commands import selection as extract_steps
 from selfcal_lightning.commands.selection import run_extract_steps
 from selfcal_lightning.engines.base import EngineStoppedError, Failure, RequestsFailedError
+from selfcal_lightning.engines.settings import EngineSettings
 
 
 @pytest.fixture(scope="module")
@@ -224,6 +225,12 @@ def test_steps_of_another_selection_are_not_taken(selection: Selection, made: Se
     with pytest.raises(ValueError, match="of an earlier selection"):
         key_steps.read_key_steps(other)
     assert key_steps.read_key_steps(made) is None
+
+
+@pytest.mark.parametrize("options", [{"engine": EngineSettings("vllm")}, {"revision": "main"}, {"max_new_tokens": 64}])
+def test_rules_read_no_option_of_a_model(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"`{next(iter(options))}` with `backend` engine alone"):
+        run_extract_steps("nowhere", **options)
 
 
 def test_the_verb(selection: Selection, capsys: pytest.CaptureFixture[str]) -> None:

@@ -144,12 +144,15 @@ def run_evaluate(
         unread: dict[str, object] = {
             "scorers": scorers, "fitted_thresholds": fitted_thresholds, "max_samples": max_samples, "budgets": budgets,
             "targets": targets, "thresholds": thresholds, "training_cost": training_cost,
+            "fusion_target": fusion_target != "label",
         }  # fmt: skip
         if protocol == "paper":
             unread |= {"strategies": strategies, "calibration": calibration, "calibration_pools": calibration_pools}
             unread |= {"calibration_share": calibration_share, "num_reshuffles": num_reshuffles != NUM_RESHUFFLES}
         which = "the published protocol" if protocol == "paper" else "an empty list of `strategies`"
         _refuse(which, **unread)
+    if fusion_target != "label" and calibration is None and not calibration_pools and calibration_share is None:
+        raise InputError(f"Expected calibration questions with `fusion_target` {fusion_target!r}, but got none.")
     folder = Path(output_dir)
     if pools is not None:
         models = {"before": before, "after": after, "model": model, "adapter": adapter}

@@ -265,6 +265,7 @@ def test_paper_protocol_writes_the_published_tables(tmp_path: Path) -> None:
         ({"model": "m", "protocol": "paper", "calibration": TestSet("c", "gsm8k")}, "no `calibration` .* published"),
         ({"pools": {"m": "x"}, "strategies": [], "fitted_thresholds": ["t.json"]}, "no `fitted_thresholds` .*empty"),
         ({"pools": {"m": "x"}, "strategies": [], "budgets": [2]}, "no `budgets` .*empty"),
+        ({"pools": {"m": "x"}, "fusion_target": "ssc"}, "calibration questions with `fusion_target` 'ssc'"),
     ],
 )
 def test_options_that_do_not_fit(

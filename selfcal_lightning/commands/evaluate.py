@@ -69,12 +69,12 @@ def run_evaluate(
     num_resamples: int = 1000,
     training_cost: strategy_runs.TrainingCost | None = None,
     tables: Literal["full", "short"] = "short",
-    num_samples: int = inputs.SamplingOptions.num_samples,
+    num_samples: int = inputs.ModelInputs.num_samples,
     engine: EngineSettings = EngineSettings(),
     sampling: SamplingSettings | None = None,
     prompt: Prompt | None = None,
     query: str = DEFAULT_QUERY,
-    devices: int = inputs.SamplingOptions.devices,
+    devices: int = inputs.ModelInputs.devices,
     seed: int = SEED,
     check: bool = False,
 ) -> dict[str, Any]:
@@ -158,8 +158,8 @@ def run_evaluate(
         models = {"before": before, "after": after, "model": model, "adapter": adapter}
         _refuse(
             "pools", **models, tests=tests, calibration=calibration, prompt=prompt, sampling=sampling,
-            engine=engine != EngineSettings(), num_samples=num_samples != inputs.SamplingOptions.num_samples,
-            query=query != DEFAULT_QUERY, devices=devices != inputs.SamplingOptions.devices,
+            engine=engine != EngineSettings(), num_samples=num_samples != inputs.ModelInputs.num_samples,
+            query=query != DEFAULT_QUERY, devices=devices != inputs.ModelInputs.devices,
         )  # fmt: skip
         if calibration_share is not None and not 0.0 < calibration_share < 1.0:
             raise InputError(f"Expected `calibration_share` to lie between 0 and 1, but got {calibration_share}.")
@@ -174,9 +174,10 @@ def run_evaluate(
         taught = CalibratedDefaults.of(main, adapter)
         prompt, sampling = taught.prompt_for(prompt), taught.sampling_for(sampling)
         arguments |= {"prompt": prompt, "sampling": sampling}
-        options = inputs.SamplingOptions(num_samples, engine, sampling, prompt, query, devices, seed)
-        sides = inputs.model_sides(before, after, model, adapter)
-        sampled = inputs.ModelInputs(sides, tests or [], calibration, folder, options)
+        sampled = inputs.ModelInputs(
+            inputs.model_sides(before, after, model, adapter), tests or [], calibration, folder, num_samples, engine,
+            sampling, prompt, query, devices, seed,
+        )  # fmt: skip
         _check_sampled(sampled, settings, given, list(chosen.values()))
         plans = inputs.plan_models(sampled)
     plan = merge_plans([*plans, Plan(places=(Place("tables, figures and results.json", str(folder)),))])
@@ -198,7 +199,7 @@ def run_evaluate(
         asked = asked if calibration_share is None else inputs.split_off_calibration(asked, calibration_share)
     else:
         asked = inputs.sample_models(sampled, replayed=replayed)
-        results |= inputs.trained_on(asked, sampled.sides) | inputs.unlike_training(asked, sampled.sides, options)
+        results |= inputs.trained_on(asked, sampled.sides) | inputs.unlike_training(asked, sampled)
     if protocol == "paper":
         results["paper"] = run_paper(asked.tests, confidences, folder)
     else:
@@ -239,7 +240,7 @@ def _check_sampled(
     for name in settings.confidences or ():
         if name not in known:
             raise unknown_name("confidences", name, known)
-    drawn = models.options.num_samples
+    drawn = models.num_samples
     width = settings.max_samples or drawn
     for fitted in thresholds:
         if fitted.fields.get("max_samples", 0) > width:

@@ -37,19 +37,6 @@ MODEL_SIDE, CALIBRATION = "model", "calibration"
 
 
 @dataclass(frozen=True)
-class SamplingOptions:
-    """How the models of an evaluation are sampled, the same for all of them."""
-
-    num_samples: int = 8
-    engine: EngineSettings = field(default_factory=EngineSettings)
-    sampling: SamplingSettings = field(default_factory=SamplingSettings)
-    prompt: Prompt | None = None
-    query: str = DEFAULT_QUERY
-    devices: int = 1
-    seed: int = 0
-
-
-@dataclass(frozen=True)
 class ModelSide:
     model: str
     adapter: str | None = None
@@ -70,23 +57,6 @@ def model_sides(before: str | None, after: str | None, model: str | None, adapte
     given = f"before={before!r}, after={after!r}, model={model!r}, adapter={adapter!r}"
     ways = "`before` alone or with one of `after` and `adapter`, one `model`, or recorded `pools`"
     raise InputError(f"Expected {ways}, but got {given}.")
-
-
-def score_again(
-    side: ModelSide, store: Path, split: str, options: SamplingOptions, *, texts: bool = False, token_ids: bool = True
-) -> RecordedPool:
-    """Return recorded responses with the P(True) of ``side`` instead of their own, which is stored as an annotation."""
-    name = f"{P_TRUE}_{weights_sha256(str(side.adapter))[:12]}"
-    model = ModelSettings(side.model, options.query, options.engine.of(adapter=side.adapter))
-    score_store(StoreScoring(str(store), (P_TRUE,), model, name=name, split=split))
-    pool = load_recorded_pool(store, split=split, confidences=[name], texts=texts, token_ids=token_ids)
-
-    def again(sample: Sample) -> Sample:
-        known = {P_TRUE if one == name else one: v for one, v in sample.confidences.items() if one != P_TRUE}
-        return replace(sample, yes_mass=None, no_mass=None, confidences=known)
-
-    entries = (replace(entry, samples=tuple(map(again, entry.samples))) for entry in pool.entries)
-    return replace(pool, entries=tuple(entries))
 
 
 DISJOINT = "Give them different splits or files, or set some questions of one pool aside by `calibration_share`."
@@ -122,11 +92,19 @@ class TestSet:
 
 @dataclass(frozen=True)
 class ModelInputs:
+    """The models of an evaluation, what they are asked, and how they are sampled, the same for all of them."""
+
     sides: Mapping[str, ModelSide]
     tests: Sequence[TestSet]
     calibration: TestSet | None
     folder: Path
-    options: SamplingOptions
+    num_samples: int = 8
+    engine: EngineSettings = field(default_factory=EngineSettings)
+    sampling: SamplingSettings = field(default_factory=SamplingSettings)
+    prompt: Prompt | None = None
+    query: str = DEFAULT_QUERY
+    devices: int = 1
+    seed: int = 0
 
 
 def plan_models(models: ModelInputs) -> list[Plan]:
@@ -144,10 +122,27 @@ def plan_models(models: ModelInputs) -> list[Plan]:
             check_engine(EngineOptions(adapter=model.adapter), model.model)
             continue
         for name, test in named:
-            settings = sampling_run(test, name, model, models.folder / "samples" / side, models.options)
+            settings = sampling_run(test, name, model, models.folder / "samples" / side, models)
             settings.check()
             plans.append(plan_run(settings))
     return plans
+
+
+def score_again(
+    side: ModelSide, store: Path, split: str, models: ModelInputs, *, texts: bool, token_ids: bool
+) -> RecordedPool:
+    """Return recorded responses with the P(True) of ``side`` instead of their own, which is stored as an annotation."""
+    name = f"{P_TRUE}_{weights_sha256(str(side.adapter))[:12]}"
+    model = ModelSettings(side.model, models.query, models.engine.of(adapter=side.adapter))
+    score_store(StoreScoring(str(store), (P_TRUE,), model, name=name, split=split))
+    pool = load_recorded_pool(store, split=split, confidences=[name], texts=texts, token_ids=token_ids)
+
+    def again(sample: Sample) -> Sample:
+        known = {P_TRUE if one == name else one: v for one, v in sample.confidences.items() if one != P_TRUE}
+        return replace(sample, yes_mass=None, no_mass=None, confidences=known)
+
+    entries = (replace(entry, samples=tuple(map(again, entry.samples))) for entry in pool.entries)
+    return replace(pool, entries=tuple(entries))
 
 
 @dataclass(frozen=True)
@@ -270,16 +265,16 @@ def trained_on(inputs: Inputs, sides: Mapping[str, ModelSide]) -> dict[str, int]
     return found
 
 
-def unlike_training(inputs: Inputs, sides: Mapping[str, ModelSide], options: SamplingOptions) -> dict[str, Any]:
+def unlike_training(inputs: Inputs, models: ModelInputs) -> dict[str, Any]:
     """Say and return how many questions are unlike those a side was trained on; also the AUROC of that distance."""
     found: dict[str, Any] = {}
-    for side, model in sides.items():
+    for side, model in models.sides.items():
         folder = model.adapter or resolve_model(model.model)
-        if (domain := Domain.of(folder)) is None or options.engine.name != "transformers":
+        if (domain := Domain.of(folder)) is None or models.engine.name != "transformers":
             continue
-        engine_options = options.engine.of(adapter=model.adapter)
-        chat = load_chat(engine_options, model.model, query=options.query, prompt=options.prompt)
-        with closing(open_engine(engine_options, model.model, chat=chat)) as engine:
+        options = models.engine.of(adapter=model.adapter)
+        chat = load_chat(options, model.model, query=models.query, prompt=models.prompt)
+        with closing(open_engine(options, model.model, chat=chat)) as engine:
             distances = {
                 test: domain.distance(prompt_states(engine, [entry.question for entry in pools[side].entries]))
                 for test, pools in inputs.tests.items()
@@ -326,15 +321,12 @@ def sample_models(inputs: ModelInputs, *, replayed: bool = False) -> Inputs:
             texts = replayed or test is not calibration
             if model.responses_of is None:
                 sys.stdout.write(f"Sampling {name} from {side} ({model.model})\n")
-                run = sampling_run(test, name, model, places[side], inputs.options)
-                sample_questions(run, devices=inputs.options.devices)
+                run = sampling_run(test, name, model, places[side], inputs)
+                sample_questions(run, devices=inputs.devices)
                 pool = load_recorded_pool(places[side], split=name, texts=texts, token_ids=replayed)
             else:
-                pool = score_again(model, places[side], name, inputs.options, texts=texts, token_ids=replayed)
-            # The store may have more questions and samples, of an earlier evaluation.
-            pool = pool.subset({question.id for question in load_source(test, test.task)})
-            entries = (replace(one, samples=one.samples[: inputs.options.num_samples]) for one in pool.entries)
-            found.setdefault(name, {})[side] = replace(pool, entries=tuple(entries))
+                pool = score_again(model, places[side], name, inputs, texts=texts, token_ids=replayed)
+            found.setdefault(name, {})[side] = pool
     one_store = len(set(places.values())) == 1
     same = {
         test.name: len(sides) > 1
@@ -344,14 +336,12 @@ def sample_models(inputs: ModelInputs, *, replayed: bool = False) -> Inputs:
     return Inputs({test.name: found[test.name] for test in tests}, found.get(CALIBRATION, {}), same)
 
 
-def sampling_run(
-    test: TestSet, name: str, model: ModelSide, store: Path, options: SamplingOptions
-) -> GenerationSettings:
+def sampling_run(test: TestSet, name: str, side: ModelSide, store: Path, models: ModelInputs) -> GenerationSettings:
     asked = {one: getattr(test, one) for one in ("split", "path", "part", "limit", "offset", "chain_of_thought")}
-    drawn = {one: getattr(options, one) for one in ("num_samples", "sampling", "seed", "query", "prompt")}
+    drawn = {one: getattr(models, one) for one in ("num_samples", "sampling", "seed", "query", "prompt")}
     return GenerationSettings(
-        model=resolve_model(model.model), store_dir=str(store), task=[test.task], store_split=name,
-        engine=options.engine.of(adapter=model.adapter), **asked, **drawn,
+        model=resolve_model(side.model), store_dir=str(store), task=[test.task], store_split=name,
+        engine=models.engine.of(adapter=side.adapter), **asked, **drawn,
     )  # fmt: skip
 
 

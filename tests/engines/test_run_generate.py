@@ -20,7 +20,7 @@ from selfcal_lightning.commands.generate import run_generate
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.engines.sampling import running
 from selfcal_lightning.engines.sampling.sampler import select_share
-from selfcal_lightning.evaluation.inputs import ModelInputs, ModelSide, SamplingOptions, TestSet, sample_models
+from selfcal_lightning.evaluation.inputs import ModelInputs, ModelSide, TestSet, sample_models
 from selfcal_lightning.models.chat_format import ChatFormat, load_tokenizer
 from selfcal_lightning.records import QuestionSamples, SamplingSettings
 
@@ -62,10 +62,12 @@ def test_questions_after_an_offset_are_sampled_and_added(arguments: dict) -> Non
     assert sorted(stored(arguments)) == [f"word_problems/train/{number:06d}" for number in range(4)]
 
 
-def test_a_test_set_begins_after_an_offset(tmp_path: Path, tiny_model: str, capsys: pytest.CaptureFixture[str]) -> None:
-    options = SamplingOptions(num_samples=1, sampling=SamplingSettings(max_new_tokens=4))
-    test = TestSet("id", "word_problems", "test_id", limit=2, offset=3)
-    inputs = sample_models(ModelInputs({"base": ModelSide(tiny_model)}, [test], None, tmp_path, options))
+def test_a_test_set_may_begin_after_an_offset(
+    tmp_path: Path, tiny_model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    test, sampling = TestSet("id", "word_problems", "test_id", limit=2, offset=3), SamplingSettings(max_new_tokens=4)
+    models = ModelInputs({"base": ModelSide(tiny_model)}, [test], None, tmp_path, num_samples=1, sampling=sampling)
+    inputs = sample_models(models)
     assert "Writing 1 sample to each of 2 questions" in capsys.readouterr().err
     ids = [entry.question.id for entry in inputs.tests["id"]["base"].entries]
     assert ids == ["word_problems/test_id/000003", "word_problems/test_id/000004"]

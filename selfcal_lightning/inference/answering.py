@@ -189,8 +189,9 @@ def read_questions(
     source: Questions, *, task: str, chain_of_thought: bool = True, columns: Columns | None = None
 ) -> list[Question]:
     """Return the questions of a file or a list, in the one format (``data.tasks.rows``)."""
+    questions: list[Question] = []
     if isinstance(source, str | Path):
-        rows, questions = read_question_file(source, columns=columns), []
+        rows = read_question_file(source, columns=columns)
     else:
         questions = [one for one in source if isinstance(one, Question)]
         rows = [] if questions else parse_questions([one for one in source if not isinstance(one, Question)])

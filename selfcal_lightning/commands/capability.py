@@ -23,7 +23,7 @@ from selfcal_lightning.capability.question_table import CapabilityPool, load_cap
 from selfcal_lightning.confidence.scoring_model import ModelSettings
 from selfcal_lightning.confidence.splits import check_disjoint
 from selfcal_lightning.core import files
-from selfcal_lightning.core.errors import InputError, RunError, check_at_least
+from selfcal_lightning.core.errors import InputError, RunError, check_at_least, unknown_name
 from selfcal_lightning.core.progress import Stage, tell
 from selfcal_lightning.data.store.annotations import QuestionAnnotation
 from selfcal_lightning.data.store.shards import question_digest
@@ -569,6 +569,8 @@ def run_allocate(
             same number, which wrong predictions cannot harm.
     """
     check_plan_target(output)
+    if gain not in ("beta", "geometric"):
+        raise unknown_name("gain", gain, ("beta", "geometric"))
     if not 0.0 <= uniform_share <= 1.0:
         raise InputError(f"Expected `uniform_share` to lie in [0, 1], but got {uniform_share}.")
     if not 0.0 < budget <= MOST_SAMPLES:

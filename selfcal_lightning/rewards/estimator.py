@@ -1,9 +1,7 @@
 """Scores of a reward model as confidences."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from selfcal_lightning.confidence.base import RewardSupport
 from selfcal_lightning.core.errors import InputError
@@ -11,9 +9,7 @@ from selfcal_lightning.data.step_settings import Aggregation, RewardSettings
 from selfcal_lightning.data.steps import aggregate
 from selfcal_lightning.records import QuestionSamples
 from selfcal_lightning.rewards.formats import Judged, RewardFormat
-
-if TYPE_CHECKING:
-    from selfcal_lightning.rewards.reading import RewardReader
+from selfcal_lightning.rewards.reading import RewardReader, check_rewards, reward_identity
 
 
 class RewardScore:
@@ -73,7 +69,6 @@ def check_judge(name: str, format: RewardFormat) -> None:
 
 
 def _check(settings: RewardSettings, names: Sequence[str]) -> None:
-    from selfcal_lightning.rewards.reading import check_rewards
     from selfcal_lightning.rewards.step_scaling import load_step_scaler
 
     format = check_rewards(settings)
@@ -82,16 +77,10 @@ def _check(settings: RewardSettings, names: Sequence[str]) -> None:
         check_judge(name, format)
 
 
-def _identity(settings: RewardSettings) -> dict[str, Any]:
-    from selfcal_lightning.rewards.reading import reward_identity
-
-    return reward_identity(settings)
-
-
 def _open(settings: RewardSettings, dtype: str) -> RewardReader:
     from selfcal_lightning.rewards.step_scaling import open_scaled_rewards
 
     return open_scaled_rewards(settings, dtype=dtype)
 
 
-REWARDS = RewardSupport(check=_check, identity=_identity, open=_open)
+REWARDS = RewardSupport(check=_check, identity=reward_identity, open=_open)

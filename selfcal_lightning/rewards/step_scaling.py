@@ -1,14 +1,12 @@
 """Post-hoc scaling of a reward model: one rising function of the scores of all steps."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
@@ -24,9 +22,7 @@ from selfcal_lightning.metrics.arrays import Floats
 from selfcal_lightning.records import QuestionSamples
 from selfcal_lightning.rewards.formats import Score
 from selfcal_lightning.rewards.rates import OF_PREFIXES, OF_ROLLOUTS, RewardTarget, response_targets
-
-if TYPE_CHECKING:
-    from selfcal_lightning.rewards.reading import RewardReader
+from selfcal_lightning.rewards.reading import RewardReader, check_rewards, open_rewards, reward_identity
 
 PREFIX = "steps_"  # of the kinds in files, to tell them from scalers of confidences
 STEP_SCALER_KINDS = tuple(PREFIX + kind for kind in SCALER_KINDS)
@@ -62,8 +58,8 @@ class StepScaler:
         save_fitted(path, PREFIX + self.map.kind, content)
 
     @classmethod
-    def load(cls, path: str | Path) -> StepScaler:
-        def whole(kind: str, content: Mapping[str, Any]) -> StepScaler:
+    def load(cls, path: str | Path) -> Self:
+        def whole(kind: str, content: Mapping[str, Any]) -> Self:
             found = scaling.read_map(kind.removeprefix(PREFIX), content["parameters"])
             plain = {name: content[name] for name in ("target", "reward_model", "scores")}
             return cls(map=found, fitted_on=FittedOn.from_json(content["fitted_on"]), **plain)
@@ -126,22 +122,16 @@ def fit_step_map(kind: ScalerKind, rows: StepRows) -> ScalerMap:
 
 def reward_digest(settings: RewardSettings) -> str:
     """Return a digest of a reward model with its format and steps, without a scaler."""
-    from selfcal_lightning.rewards.reading import reward_identity
-
     identity = reward_identity(replace(settings, scaler=None))
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
 
 
 def open_scaled_rewards(settings: RewardSettings, *, dtype: str = "auto") -> RewardReader:
-    from selfcal_lightning.rewards.reading import open_rewards
-
     return open_rewards(settings, dtype=dtype, scale=load_step_scaler(settings))
 
 
 def load_step_scaler(settings: RewardSettings) -> StepScaler | None:
     """Return the scaler of ``settings``, checked against their model; None if they name none."""
-    from selfcal_lightning.rewards.reading import check_rewards
-
     if settings.scaler is None:
         return None
     check_rewards(settings)

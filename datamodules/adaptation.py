@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
-from selfcal_lightning.adaptation.group_rewards import ANNOTATIONS, FUSED_FROM, REFERENCE, check_reward, group_rewards
+from selfcal_lightning.adaptation.group_rewards import ANNOTATIONS, FUSED_FROM, REFERENCE, group_rewards
 from selfcal_lightning.adaptation.module import PolicyBatch
 from selfcal_lightning.adaptation.picking import fit_votes, without_references
 from selfcal_lightning.adaptation.selection_files import examples, read_selection
@@ -123,7 +123,6 @@ class RolloutDataModule(StoredDataModule):
     regenerate_every_n_epochs: int | None = None
 
     def __post_init__(self) -> None:
-        check_reward(self.reward)
         every = self.regenerate_every_n_epochs
         if self.reward == "none" and self.selection is None and self.target is None:
             nothing = "`reward: none` without `selection` and `target` leaves nothing to learn"

@@ -20,7 +20,7 @@ from selfcal_lightning.capability.probe import Pooling, ProbeBasis, checked_targ
 from selfcal_lightning.capability.probe_module import ProbeBatch
 from selfcal_lightning.confidence.scoring_model import ModelSettings
 from selfcal_lightning.confidence.splits import check_disjoint, leading_ids
-from selfcal_lightning.core.errors import InputError, check_at_least
+from selfcal_lightning.core.errors import InputError, check_at_least, check_literals
 from selfcal_lightning.core.plan import Plan, QuestionCount, Training
 from selfcal_lightning.data.store.shards import question_digest
 from selfcal_lightning.datamodules.plan import planned_steps, splits_of
@@ -28,7 +28,6 @@ from selfcal_lightning.datamodules.ssc.sampler import LateDataLoader, epoch_posi
 from selfcal_lightning.engines.settings import EngineSettings, LevelSettings, check_gives_hidden_states
 from selfcal_lightning.metrics.arrays import Floats
 from selfcal_lightning.records import Question, QuestionSamples, question_hash
-from selfcal_lightning.training.settings import check_literals
 
 
 @dataclass(frozen=True, eq=False)

@@ -245,7 +245,6 @@ class RewardDataModule(StoredDataModule):
     validation_batch_size: int = 16
 
     def __post_init__(self) -> None:
-        rollout_rates.check_target(self.target)
         check_steps("steps", self.steps)
         self._public = None if self.format is None else reward_format(self.format)
         super().__post_init__()

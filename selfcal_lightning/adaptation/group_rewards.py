@@ -1,13 +1,12 @@
 """Rewards of the responses to a question, by name, computed from a store when they are needed."""
 
 from collections.abc import Sequence
-from typing import get_args
 
 from selfcal_lightning.adaptation.equations import arithmetic_value, equation_validity
 from selfcal_lightning.adaptation.picking import without_references
 from selfcal_lightning.confidence.base import P_TRUE, check_confidence, confidence_of
 from selfcal_lightning.confidence.fusion import Fusion
-from selfcal_lightning.core.errors import InputError, unknown_name
+from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.metrics.group_rewards import GroupReward, majority, share, soft_share
 from selfcal_lightning.records import QuestionSamples, Sample
 
@@ -21,11 +20,6 @@ _ABSENT = {
 ANNOTATIONS: dict[str, str] = {"self_certainty": "self_certainty", "entropy": "token_entropy"}
 # Every sampled response has these, so later rounds need no scoring.
 FUSED_FROM = ("mean_logprob", "logit:p_true")
-
-
-def check_reward(name: str) -> None:
-    if name not in get_args(GroupReward):
-        raise unknown_name("reward", name, list(get_args(GroupReward)))
 
 
 def group_rewards(

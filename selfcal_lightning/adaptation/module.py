@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from selfcal_lightning.adaptation import losses as policy_losses
-from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.core.errors import InputError, check_literals
 from selfcal_lightning.core.progress import say
 from selfcal_lightning.metrics.group_rewards import GroupReward, PoolTarget
 from selfcal_lightning.models.activated import adapter_asleep
@@ -50,7 +50,7 @@ class PolicySettings:
     clip_high: float = 0.28
 
     def __post_init__(self) -> None:
-        settings.check_literals(self)
+        check_literals(self)
         settings.check_not_negative(calibration=self.calibration, kl=self.kl, entropy=self.entropy)
         if not 0.0 <= self.clip_low <= 1.0 or self.clip_high < 0.0:
             got = (self.clip_low, self.clip_high)

@@ -7,13 +7,13 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, get_args
+from typing import Literal
 
 from selfcal_lightning.confidence.base import P_TRUE, STORED, check_confidence, confidence_of
 from selfcal_lightning.confidence.features import feature_value
 from selfcal_lightning.confidence.fusion import Fusion, fit_fusion
 from selfcal_lightning.confidence.registry import ESTIMATORS
-from selfcal_lightning.core.errors import InputError, check_at_least, unknown_name
+from selfcal_lightning.core.errors import InputError, check_at_least, check_literals, unknown_name
 from selfcal_lightning.metrics.group_rewards import majority_answer
 from selfcal_lightning.records import QuestionSamples, Sample
 
@@ -64,9 +64,7 @@ class SelectionSettings:
     references: bool = False
 
     def __post_init__(self) -> None:
-        for name, value, known in (("order", self.order, Order), ("label", self.label, LabelKind)):
-            if value not in get_args(known):
-                raise unknown_name(name, value, get_args(known))
+        check_literals(self)
         ways = {"threshold": self.threshold, "keep_top": self.top, "keep_count": self.count}
         given = {name: value for name, value in ways.items() if value is not None}
         if len(given) > 1:

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from selfcal_lightning.adaptation.evaluation import SampledSet, SetComparison, compare_set, read_set
-from selfcal_lightning.adaptation.group_rewards import ANNOTATIONS, check_reward
+from selfcal_lightning.adaptation.group_rewards import ANNOTATIONS
 from selfcal_lightning.adaptation.selection_files import examples, read_selection
 from selfcal_lightning.core.config_files import override
-from selfcal_lightning.core.errors import InputError, check_at_least
+from selfcal_lightning.core.errors import InputError, check_at_least, check_literals
 from selfcal_lightning.core.progress import say
 from selfcal_lightning.data.store.overview import counted_samples
 from selfcal_lightning.data.store.sample_store import SampleStore
@@ -73,7 +73,7 @@ class Adaptation:
     seed: int
 
     def __post_init__(self) -> None:
-        check_reward(self.reward)
+        check_literals(self)
         check_at_least(1, rounds=self.rounds)
         if (self.selection is None) != (self.store_dir is None):
             got = f"{self.store_dir!r} with {self.selection!r}"

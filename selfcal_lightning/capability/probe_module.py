@@ -18,11 +18,11 @@ from selfcal_lightning.capability.metrics import CapabilityMetrics
 from selfcal_lightning.capability.probe import CapabilityProbe, ProbeBasis, ProbeHead, load_probe
 from selfcal_lightning.capability.probe_heads import Link, LossName, head_outputs, linked, probe_loss
 from selfcal_lightning.confidence.splits import FittedOn
-from selfcal_lightning.core.errors import InputError, check_at_least
+from selfcal_lightning.core.errors import InputError, check_at_least, check_literals
 from selfcal_lightning.models.folders import base_model_identity
 from selfcal_lightning.training.model_parallel import trainer_of
 from selfcal_lightning.training.modules import TrainedModule, needed_data, with_cosine
-from selfcal_lightning.training.settings import check_literals, check_not_negative, check_positive
+from selfcal_lightning.training.settings import check_not_negative, check_positive
 
 
 class ProbeBatch(NamedTuple):

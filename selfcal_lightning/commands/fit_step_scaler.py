@@ -2,13 +2,14 @@
 
 from itertools import islice
 from pathlib import Path
+from typing import get_args
 
 import torch
 
 from selfcal_lightning.confidence.fitted_files import check_fitted_target
 from selfcal_lightning.confidence.scaling import ScalerKind, ScalerMap
 from selfcal_lightning.confidence.splits import FittedOn, halve_pool
-from selfcal_lightning.core.errors import InputError, check_at_least
+from selfcal_lightning.core.errors import InputError, check_at_least, unknown_name
 from selfcal_lightning.core.progress import tell
 from selfcal_lightning.data.step_settings import RewardSettings
 from selfcal_lightning.data.store.sample_store import SampleStore
@@ -56,7 +57,8 @@ def run_fit_step_scaler(
         seed: Seeds the halves.
     """
     check_fitted_target(output, PREFIX + kind)
-    success_rates.check_target(target)
+    if target not in get_args(success_rates.RewardTarget):
+        raise unknown_name("target", target, get_args(success_rates.RewardTarget))
     format = check_rewards(reward)
     if format.judges != "steps" or not format.is_probability:
         raise InputError(

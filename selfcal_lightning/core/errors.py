@@ -5,6 +5,8 @@ Anything that is neither a :class:`UserError` nor an OSError is a bug in this pa
 
 from collections.abc import Iterable
 from difflib import get_close_matches
+from inspect import get_annotations
+from typing import Any, Literal, get_args, get_origin
 
 MOST_NAMES = 30
 
@@ -30,6 +32,20 @@ def check_at_least(least: float, **settings: float | None) -> None:
     for name, value in settings.items():
         if value is not None and value < least:
             raise InputError(f"Expected `{name}` to be at least {least}, but got {value}.")
+
+
+def check_literals(settings: object) -> None:
+    """Raise InputError if a field of a dataclass holds none of the values of its ``Literal``."""
+    hints: dict[str, Any] = {}
+    for kind in reversed(type(settings).__mro__):
+        if "__dataclass_fields__" in vars(kind):  # hints of other base classes need not be importable
+            hints |= get_annotations(kind, eval_str=True)
+    for name, hint in hints.items():
+        known = [value for kind in (hint, *get_args(hint)) if get_origin(kind) is Literal for value in get_args(kind)]
+        if not known or (value := getattr(settings, name)) in known:
+            continue
+        if not (value is None and type(None) in get_args(hint)):
+            raise unknown_name(name, value, map(str, known))
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

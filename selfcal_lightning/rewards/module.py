@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
-from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.core.errors import InputError, check_literals
 from selfcal_lightning.core.imports import class_path
 from selfcal_lightning.core.plan import Plan
 from selfcal_lightning.data.step_settings import Steps, check_steps
@@ -29,7 +29,7 @@ from selfcal_lightning.rewards.formats import QUANTILE_PRM, quantiles_of, reward
 from selfcal_lightning.rewards.heads import StepScores, monotone_quantiles
 from selfcal_lightning.rewards.layouts import RewardEncoder
 from selfcal_lightning.rewards.metrics import PREFIXES, QuantileMetrics, StepMetrics
-from selfcal_lightning.rewards.rates import RewardTarget, check_target
+from selfcal_lightning.rewards.rates import RewardTarget
 from selfcal_lightning.rewards.reading import RewardFile
 from selfcal_lightning.training import settings
 from selfcal_lightning.training.batches import ResponseBatch, ScoredRows
@@ -138,7 +138,7 @@ class RewardModuleSettings:
     head_lr: float = 1e-3
 
     def __post_init__(self) -> None:
-        check_target(self.target)
+        check_literals(self)
         check_steps("steps", self.steps)
         if not 0.0 < self.low < self.high < 1.0:
             raise InputError(f"Expected `low` and `high` to rise within (0, 1), but got {self.low} and {self.high}.")

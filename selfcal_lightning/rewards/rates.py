@@ -4,11 +4,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal
 
 import numpy as np
 
-from selfcal_lightning.core.errors import InputError, unknown_name
+from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.core.files import read_json_lines
 from selfcal_lightning.data.steps import MARK, Rate
 from selfcal_lightning.data.store.manifest import StoreFingerprint
@@ -97,11 +97,6 @@ CONSENSUS = "consensus"
 LABEL_FREE = frozenset({"vote_share", "ssc", CONSENSUS})
 OF_ROLLOUTS = frozenset({"success_rate", "hard", CONSENSUS})
 OF_PREFIXES = "success_prob"  # of imported prefixes; known at their ends alone
-
-
-def check_target(target: str) -> None:
-    if target not in get_args(RewardTarget):
-        raise unknown_name("target", target, get_args(RewardTarget))
 
 
 def response_targets(

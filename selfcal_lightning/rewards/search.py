@@ -1,29 +1,23 @@
 """Searches over the steps of a response, guided by a reward model, and adaptive best-of-n."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
+from typing import ClassVar, Literal
 
 import numpy as np
 
-from selfcal_lightning.core.errors import InputError, check_at_least, unknown_name
+from selfcal_lightning.core.errors import InputError, check_at_least, check_literals
 from selfcal_lightning.data.tasks.judging import is_failed
 from selfcal_lightning.inference.base import Ask, Solving, make_verdict
 from selfcal_lightning.metrics.arrays import Array, Floats, Integers, as_rates, as_scores, check_positive
 from selfcal_lightning.records import Question, Sample, Verdict
 from selfcal_lightning.rewards.formats import Score
-
-if TYPE_CHECKING:
-    from selfcal_lightning.rewards.reading import RewardReader
+from selfcal_lightning.rewards.reading import RewardReader
 
 _LEAST_SCORE = 1e-7
 _FAILED = Score(0.0, 0.0, 0.0)
-
-
 Tokens = tuple[int, ...]
 
 
@@ -109,7 +103,6 @@ def samples_per_path(kept_scores: Sequence[float], *, num_paths: int, maximum: i
 By = Literal["mean", "low"]
 Adaptive = Literal["none", "k", "m", "km"]
 Duplicates = Literal["merge", "refill", "keep"]
-_CHOICES: dict[str, Any] = {"by": By, "adaptive": Adaptive, "duplicates": Duplicates}
 
 
 class _Checked:
@@ -119,9 +112,8 @@ class _Checked:
     reads_steps: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
+        check_literals(self)
         for name, value in vars(self).items():
-            if name in _CHOICES and value not in get_args(_CHOICES[name]):
-                raise unknown_name(name, value, get_args(_CHOICES[name]))
             if name == "target" and not 0.0 < value < 1.0:
                 raise InputError(f"Expected `target` to lie in (0, 1), but got {value}.")
             if isinstance(value, int):

@@ -4,15 +4,11 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from inspect import get_annotations
-from pathlib import Path
-from typing import Any, Literal, NamedTuple, cast, get_args, get_origin
+from typing import Any, Literal
 
 import torch
 
-from selfcal_lightning.core.errors import InputError, check_at_least, unknown_name
-from selfcal_lightning.core.plan import Memory
-from selfcal_lightning.models.causal_lm import WeightFiles
+from selfcal_lightning.core.errors import InputError, check_at_least, check_literals
 from selfcal_lightning.models.chat_format import DEFAULT_QUERY, Prompt
 from selfcal_lightning.models.folders import load_config
 from selfcal_lightning.models.lora import FIRST, LoraSettings
@@ -34,20 +30,6 @@ def check_not_negative(**settings: float) -> None:
     for name, value in settings.items():
         if not 0.0 <= value < math.inf:
             raise InputError(f"Expected `{name}` to be a number of at least 0, but got {value}.")
-
-
-def check_literals(settings: object) -> None:
-    """Raise InputError if a field of a dataclass holds none of the values of its ``Literal``."""
-    hints: dict[str, Any] = {}
-    for kind in reversed(type(settings).__mro__):
-        if "__dataclass_fields__" in vars(kind):  # hints of other base classes need not be importable
-            hints |= get_annotations(kind, eval_str=True)
-    for name, hint in hints.items():
-        known = [value for kind in (hint, *get_args(hint)) if get_origin(kind) is Literal for value in get_args(kind)]
-        if not known or (value := getattr(settings, name)) in known:
-            continue
-        if not (value is None and type(None) in get_args(hint)):
-            raise unknown_name(name, value, map(str, known))
 
 
 @dataclass(frozen=True)

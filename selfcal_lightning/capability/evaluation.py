@@ -20,7 +20,7 @@ from selfcal_lightning.metrics.bootstrap import Estimate, estimate_of
 from selfcal_lightning.metrics.calibration import ErrorBounds
 from selfcal_lightning.metrics.capability import drawn_verdicts, error_parts, random_brier, squared_errors, target_gap
 from selfcal_lightning.metrics.discrimination import spearman
-from selfcal_lightning.metrics.drawing import AFTER, BEFORE, GREY, RIGHT, WRONG, frame
+from selfcal_lightning.metrics.drawing import AFTER, BEFORE, GREY, RIGHT, WRONG, axes_to_draw_on, frame
 from selfcal_lightning.records import question_hash
 
 LEAST_JUDGES = 2
@@ -213,8 +213,7 @@ def share_error_bounds(values: Floats, shares: Floats, weights: Floats) -> Error
 
 def cost_figure(comparison: CapabilityComparison) -> Figure:
     """Draw the squared error of each estimate over the responses that it reads, with intervals and two baselines."""
-    figure = Figure(figsize=(5.6, 4.2), layout="constrained")
-    axes = figure.subplots()
+    figure, axes = axes_to_draw_on(None, size=(5.6, 4.2))
     seen: Counter[int] = Counter()
     for row in comparison.rows:
         if row.mse is None or row.mse.value is None:

@@ -1,6 +1,7 @@
 """Tables of estimates of capability, for the terminal and in Markdown."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from matplotlib.axes import Axes
@@ -16,13 +17,13 @@ from selfcal_lightning.capability.evaluation import (
     TestQuestions,
 )
 from selfcal_lightning.evaluation.tables import format_estimate, markdown_table, rich_table
+from selfcal_lightning.metrics import drawing
 from selfcal_lightning.metrics.arrays import Floats
 from selfcal_lightning.metrics.bootstrap import Estimate
 from selfcal_lightning.metrics.calibration import reliability_bins
 from selfcal_lightning.metrics.discrimination import spearman
-from selfcal_lightning.metrics.drawing import AFTER, BEFORE, GREY, RIGHT, WRONG, draw_reliability_of, frame, number
 
-_COLOURS = (AFTER, BEFORE, RIGHT, WRONG, GREY)
+_COLOURS = (drawing.AFTER, drawing.BEFORE, drawing.RIGHT, drawing.WRONG, drawing.GREY)
 
 
 def capability_reliability(test: TestQuestions) -> Figure:
@@ -31,7 +32,7 @@ def capability_reliability(test: TestQuestions) -> Figure:
     panels = figure.subplots(1, max(len(drawn), 1), squeeze=False)[0]
     for axes, (name, values) in zip(panels, drawn.items(), strict=False):
         bins = reliability_bins(values, test.truth.expected_accuracy)
-        draw_reliability_of(axes, bins, outcome="share of right responses")
+        drawing.draw_reliability_of(axes, bins, outcome="share of right responses")
         axes.set_xlabel("predicted capability")
         axes.set_title(f"{name}: {axes.get_title()}", fontsize=10)
     return figure
@@ -39,14 +40,13 @@ def capability_reliability(test: TestQuestions) -> Figure:
 
 def capability_scatter(predicted: Floats, share: Floats, *, title: str) -> Figure:
     """Draw a point for every question; ``predicted`` and ``share`` lie in [0, 1] [Q]."""
-    figure = Figure(figsize=(4.2, 4.2), layout="constrained")
-    axes = figure.subplots()
-    axes.scatter(predicted, share, s=10, color=BEFORE, alpha=0.4, linewidths=0)
+    figure, axes = drawing.axes_to_draw_on(None)
+    axes.scatter(predicted, share, s=10, color=drawing.BEFORE, alpha=0.4, linewidths=0)
     axes.plot([0, 1], [0, 1], color="black", linewidth=1.0, linestyle=(0, (4, 3)))
-    frame(axes)
+    drawing.frame(axes)
     axes.set(xlim=(-0.02, 1.02), ylim=(-0.02, 1.02), aspect="equal")
     axes.set(xlabel="predicted capability", ylabel="share of right responses")
-    axes.set_title(f"{title}: Spearman {number(spearman(predicted, share))}", fontsize=11)
+    axes.set_title(f"{title}: Spearman {drawing.number(spearman(predicted, share))}", fontsize=11)
     return figure
 
 
@@ -68,22 +68,20 @@ def mixing_figure(rows: Sequence[MixingRow]) -> Figure:
 
 
 def _gains_figure(gains: Mapping[str, Sequence[Estimate]], places: Sequence[float]) -> tuple[Figure, Axes]:
-    figure = Figure(figsize=(5.6, 4.2), layout="constrained")
-    axes = figure.subplots()
+    figure, axes = drawing.axes_to_draw_on(None, size=(5.6, 4.2))
     for position, (way, estimates) in enumerate(gains.items()):
         values = [float(estimate.value or 0.0) for estimate in estimates]
         colour, style = _COLOURS[position % len(_COLOURS)], "-" if position < len(_COLOURS) else "--"
         axes.plot(places, values, style, marker="o", markersize=4, color=colour, linewidth=1.6, label=way)
     axes.axhline(0.0, color="black", linewidth=0.8)
-    frame(axes)
-    axes.set_ylabel("share of questions solved,\nbeyond a uniform allocation")
-    axes.legend(fontsize=8, frameon=False, handlelength=4.0)
+    drawing.frame(axes)
+    axes.set_ylabel("share of questions solved, beyond a uniform allocation")
+    axes.legend(fontsize=8, frameon=False)
     return figure, axes
 
 
 def pass_at_k_figure(curves: Sequence[PassAtKCurve]) -> Figure:
-    figure = Figure(figsize=(5.6, 4.2), layout="constrained")
-    axes = figure.subplots()
+    figure, axes = drawing.axes_to_draw_on(None, size=(5.6, 4.2))
     names = list(dict.fromkeys(curve.name for curve in curves))
     for curve in curves:
         colour = _COLOURS[names.index(curve.name) % len(_COLOURS)]
@@ -93,7 +91,7 @@ def pass_at_k_figure(curves: Sequence[PassAtKCurve]) -> Figure:
         axes.plot(curves[0].k, curves[0].actual, "o-", color="black", linewidth=1.8, markersize=4, label="responses")
         axes.set_xscale("log", base=2)
         axes.set_xticks(curves[0].k, [str(k) for k in curves[0].k])
-    frame(axes)
+    drawing.frame(axes)
     axes.set(xlabel="samples k", ylabel="pass@k", ylim=(0.0, 1.0))
     axes.legend(loc="lower right", fontsize=8, frameon=False)
     return figure
@@ -111,11 +109,12 @@ ABSTENTION_NOTE = (
 
 
 class ReportTable(NamedTuple):
+    title: str
     headings: Sequence[str]
     rows: Sequence[Sequence[str]]
 
-    def for_terminal(self, title: str) -> Table:
-        table = rich_table(self.headings, title=title, left=self.headings[:1])
+    def for_terminal(self) -> Table:
+        table = rich_table(self.headings, title=self.title, left=self.headings[:1])
         for row in self.rows:
             table.add_row(*row)
         return table
@@ -123,7 +122,8 @@ class ReportTable(NamedTuple):
 
 def decomposition_table(rows: Sequence[DecompositionRow]) -> ReportTable:
     headings = ("estimate", "error against responses", "= error of capability", "+ spread of responses")
-    return ReportTable(headings, [[one.name, *map(_shown, (one.response, one.capability, one.spread))] for one in rows])
+    cells = [[one.name, *map(_shown, (one.response, one.capability, one.spread))] for one in rows]
+    return ReportTable("errors against single responses, taken apart", headings, cells)
 
 
 def gap_note(gap: DefinitionGap) -> str:
@@ -141,49 +141,59 @@ def comparison_table(comparison: CapabilityComparison) -> ReportTable:
     for row in comparison.rows:
         plain = [row.name, str(row.samples), "yes" if row.needs_labels else "no", _shown(row.mse)]
         rows.append([*plain, _shown(row.difference, signed=True), *map(_shown, (row.skill, row.spearman, row.ece))])
-    return ReportTable(headings, rows)
+    return ReportTable("estimates of capability", headings, rows)
 
 
 def curve_table(curves: Sequence[PassAtKCurve]) -> ReportTable:
     headings = ["estimate", "pass@k by", "curve error", *(f"MSE at {k}" for k in (curves[0].k if curves else ()))]
-    return ReportTable(headings, [[c.name, c.way, _shown(c.curve_error), *map(_shown, c.instance_mse)] for c in curves])
+    cells = [[c.name, c.way, _shown(c.curve_error), *map(_shown, c.instance_mse)] for c in curves]
+    return ReportTable("pass@k", headings, cells)
 
 
 def budget_table(rows: Sequence[BudgetRow]) -> ReportTable:
     headings = ["samples shared", *(f"B = {budget}" for budget in rows[0].budgets)]
     cells = [[row.way, *(_shown(one, signed=row.gain is not None) for one in row.gain or row.solved)] for row in rows]
-    return ReportTable(headings, cells)
+    return ReportTable("budgets", headings, cells)
 
 
 def mixing_table(rows: Sequence[MixingRow]) -> ReportTable:
     shares = (f"{share:.0%} uniform" for share in rows[0].uniform_shares)
     headings = [f"beyond a uniform allocation, B = {rows[0].budget}", *shares]
-    return ReportTable(headings, [[row.way, *(_shown(gain, signed=True) for gain in row.gain)] for row in rows])
+    cells = [[row.way, *(_shown(gain, signed=True) for gain in row.gain)] for row in rows]
+    return ReportTable("a uniform allocation mixed in", headings, cells)
 
 
 def abstention_table(rows: Sequence[AbstentionRow]) -> ReportTable:
     shares = [f"{share:.0%} left out" for share in rows[0].left_out]
     headings = ["left out by", *(f"lost, {share}" for share in shares), *(f"pass@1, {share}" for share in shares)]
-    return ReportTable(headings, [[row.name, *map(_shown, row.lost), *map(_shown, row.pass_at_1)] for row in rows])
+    cells = [[row.name, *map(_shown, row.lost), *map(_shown, row.pass_at_1)] for row in rows]
+    return ReportTable("abstention", headings, cells)
 
 
-def comparison_markdown(
-    comparison: CapabilityComparison,
-    curves: Sequence[PassAtKCurve],
-    budgets: Sequence[BudgetRow],
-    *,
-    parts: Sequence[DecompositionRow],
-    gap: DefinitionGap,
-    abstention: Sequence[AbstentionRow],
-    mixing: Sequence[MixingRow],
-) -> str:
-    parts_of_page: list[ReportTable | str] = [
-        comparison_table(comparison), what_to_know(comparison), decomposition_table(parts), gap_note(gap),
-        curve_table(curves), budget_table(budgets), BUDGET_NOTE, mixing_table(mixing), abstention_table(abstention),
-        ABSTENTION_NOTE,
-    ]  # fmt: skip
-    texts = (one if isinstance(one, str) else markdown_table(*one) if one.rows else "" for one in parts_of_page)
-    return "\n\n".join(filter(None, texts)) + "\n"
+@dataclass(frozen=True)
+class CapabilityReport:
+    """All that an evaluation finds, by its keys in capability.json."""
+
+    comparison: CapabilityComparison
+    decomposition: Sequence[DecompositionRow]
+    definition_gap: DefinitionGap
+    pass_at_k: Sequence[PassAtKCurve]
+    budgets: Sequence[BudgetRow]
+    abstention: Sequence[AbstentionRow]
+    mixing: Sequence[MixingRow]
+
+    def parts(self) -> list[ReportTable | str]:
+        """Return the tables that have rows, and what is said below them."""
+        parts: list[ReportTable | str] = [
+            comparison_table(self.comparison), what_to_know(self.comparison), decomposition_table(self.decomposition),
+            gap_note(self.definition_gap), curve_table(self.pass_at_k), budget_table(self.budgets), BUDGET_NOTE,
+            mixing_table(self.mixing), abstention_table(self.abstention), ABSTENTION_NOTE,
+        ]  # fmt: skip
+        return [part for part in parts if isinstance(part, str) or part.rows]
+
+    def as_markdown(self) -> str:
+        texts = (part if isinstance(part, str) else markdown_table(part.headings, part.rows) for part in self.parts())
+        return "\n\n".join(texts) + "\n"
 
 
 def what_to_know(comparison: CapabilityComparison) -> str:

@@ -282,7 +282,7 @@ def run_evaluate_capability(
         )  # fmt: skip
     weights = resample_weights(len(table.truth), num_resamples=num_resamples, seed=seed)
     with Stage("Resampling questions"):
-        found = _Found(
+        found = reports.CapabilityReport(
             comparison=evaluation.compare_estimators(table, weights, others),
             decomposition=evaluation.decompose_errors(table, weights, others),
             definition_gap=evaluation.definition_gap(table, seed=seed),
@@ -300,19 +300,6 @@ def run_evaluate_capability(
     return found.comparison
 
 
-@dataclass(frozen=True)
-class _Found:
-    """All that an evaluation finds, by its keys in capability.json."""
-
-    comparison: evaluation.CapabilityComparison
-    decomposition: Sequence[evaluation.DecompositionRow]
-    definition_gap: evaluation.DefinitionGap
-    pass_at_k: Sequence[sampling_budgets.PassAtKCurve]
-    budgets: Sequence[sampling_budgets.BudgetRow]
-    abstention: Sequence[evaluation.AbstentionRow]
-    mixing: Sequence[sampling_budgets.MixingRow]
-
-
 def _read(
     pool: str, names: Sequence[str], *, split: str | None, task: str | None, samples: int
 ) -> tuple[CapabilityPool, evaluation.TestQuestions]:
@@ -321,15 +308,13 @@ def _read(
     return read, evaluation.test_questions(read, names, estimate_samples=samples).in_fixed_order()
 
 
-def _write(folder: Path, settings: dict[str, Any], test: evaluation.TestQuestions, found: _Found) -> None:
+def _write(
+    folder: Path, settings: dict[str, Any], test: evaluation.TestQuestions, found: reports.CapabilityReport
+) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     record = {"format": FORMAT, "version": 1, "settings": settings, **asdict(found)}
     files.write_atomically(folder / RESULTS, files.to_json(record))
-    tables = reports.comparison_markdown(
-        found.comparison, found.pass_at_k, found.budgets, parts=found.decomposition, gap=found.definition_gap,
-        abstention=found.abstention, mixing=found.mixing,
-    )  # fmt: skip
-    files.write_atomically(folder / TABLES, tables.encode())
+    files.write_atomically(folder / TABLES, found.as_markdown().encode())
     drawn = (
         reports.capability_reliability(test),
         reports.pass_at_k_figure(found.pass_at_k),
@@ -342,23 +327,12 @@ def _write(folder: Path, settings: dict[str, Any], test: evaluation.TestQuestion
         save_figure(figure, folder / name, dpi=120)
 
 
-def _show(found: _Found, test: evaluation.TestQuestions, folder: Path) -> None:
-    console = Console(file=sys.stdout)
-    say = partial(console.print, highlight=False)
-    console.print(reports.comparison_table(found.comparison).for_terminal("estimates of capability"))
-    say(reports.what_to_know(found.comparison))
-    title = "errors against single responses, taken apart"
-    console.print(reports.decomposition_table(found.decomposition).for_terminal(title))
-    say(reports.gap_note(found.definition_gap))
+def _show(found: reports.CapabilityReport, test: evaluation.TestQuestions, folder: Path) -> None:
+    say = partial(Console(file=sys.stdout).print, highlight=False)
+    for part in found.parts():
+        say(part if isinstance(part, str) else part.for_terminal())
     if test.num_dropped:
-        console.print(f"{test.num_dropped:,} questions were left out, since an estimate has no value for them.")
-    if found.pass_at_k:
-        console.print(reports.curve_table(found.pass_at_k).for_terminal("pass@k"))
-    console.print(reports.budget_table(found.budgets).for_terminal("budgets"))
-    say(reports.BUDGET_NOTE)
-    console.print(reports.mixing_table(found.mixing).for_terminal("a uniform allocation mixed in"))
-    console.print(reports.abstention_table(found.abstention).for_terminal("abstention"))
-    say(reports.ABSTENTION_NOTE)
+        say(f"{test.num_dropped:,} questions were left out, since an estimate has no value for them.")
     say(f"Written: {', '.join(str(folder / name) for name in (RESULTS, TABLES, *FIGURES))}", soft_wrap=True)
 
 

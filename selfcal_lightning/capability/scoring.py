@@ -39,8 +39,8 @@ FIELDS = ("id", "task", "question", CAPABILITY, "scored_by")
 @dataclass(frozen=True, slots=True)
 class QuestionScore:
     id: str
-    task: str
-    text: str
+    task: str | None
+    text: str | None
     capability: float | None
     scored_by: str | None = None
 
@@ -62,8 +62,9 @@ def read_scores(path: str | Path) -> list[QuestionScore]:
             raise line_error(file, number, f"`id` and `{CAPABILITY}`, a number in [0, 1] or null", repr(line))
         if line["id"] in found:
             raise line_error(file, number, "`id` to be unique", f"{line['id']!r} again")
-        text = str(line.get("question"))
-        found[line["id"]] = QuestionScore(line["id"], str(line.get("task")), text, value, line.get("scored_by"))
+        found[line["id"]] = QuestionScore(
+            line["id"], line.get("task"), line.get("question"), value, line.get("scored_by")
+        )
     if all(score.capability is None for score in found.values()):
         raise InputError(f"Expected {path} to hold the capability of a question, but got none for {len(found):,}.")
     return list(found.values())

@@ -252,6 +252,14 @@ def test_scores_are_mapped_by_name(written: Path, tmp_path: Path) -> None:
     assert len({one.scored_by for one in mapped}) == 1
 
 
+def test_what_a_line_of_scores_does_not_say_stays_unknown(tmp_path: Path) -> None:
+    path = tmp_path / "scores.jsonl"
+    path.write_text('{"id": "q", "capability": 0.5}\n')
+    write_scores(path, read_scores(path))
+    line = json.loads(path.read_text())
+    assert (line["task"], line["question"]) == (None, None)
+
+
 def test_the_verbs_read_the_file_instead_of_a_pool(written: Path, tmp_path: Path) -> None:
     scores, maps, store = str(written / "scores.jsonl"), str(written / "maps.json"), str(written / "store")
     by_file = run_predict_pass_at_k(scores, str(tmp_path / "a.jsonl"), ks=[1, 4, 16], maps=maps)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.data.step_settings import Steps
@@ -155,6 +155,7 @@ def bare_question(question: Question) -> str:
 
 
 Group = list[RewardInput]
+T = TypeVar("T")
 
 
 class PackedRow(NamedTuple):
@@ -188,29 +189,22 @@ def common_start(group: Sequence[RewardInput]) -> int:
 
 def batches(groups: Iterable[Sequence[RewardInput]], *, limit: int) -> Iterator[list[Group]]:
     """Yield groups whose rows have at most ``limit`` tokens; longer groups are split, single inputs may be longer."""
-    batch: list[Group] = []
-    room = limit
-    for group in groups:
-        for part in _parts(group, limit):
-            needed = _num_tokens(part)
-            if batch and needed > room:
-                yield batch
-                batch, room = [], limit
-            batch.append(part)
-            room -= needed
-    if batch:
-        yield batch
+    parts = (part for group in groups for part in runs_that_fit(group, lambda part: _num_tokens(part) <= limit))
+    sized = ((part, _num_tokens(part)) for part in parts)
+    for batch in runs_that_fit(sized, lambda batch: sum(size for _, size in batch) <= limit):
+        yield [part for part, _ in batch]
 
 
-def _parts(group: Sequence[RewardInput], limit: int) -> Iterator[Group]:
-    part: Group = []
-    for one in group:
-        if part and _num_tokens([*part, one]) > limit:
-            yield part
-            part = []
-        part.append(one)
-    if part:
-        yield part
+def runs_that_fit(items: Iterable[T], fits: Callable[[list[T]], bool]) -> Iterator[list[T]]:
+    """Yield the items in lists, in order, each as long as it fits; what does not fit alone is alone."""
+    run: list[T] = []
+    for one in items:
+        if run and not fits([*run, one]):
+            yield run
+            run = []
+        run.append(one)
+    if run:
+        yield run
 
 
 def _num_tokens(group: Sequence[RewardInput]) -> int:

@@ -19,8 +19,7 @@ from selfcal_lightning.models.chat_format import load_tokenizer
 from selfcal_lightning.models.folders import check_files, check_model_folder, config_path, files_sha256, weights_sha256
 from selfcal_lightning.records import Question, QuestionSamples, Sample
 from selfcal_lightning.rewards.formats import REWARD_FORMATS, RewardFormat, Score, reward_format
-from selfcal_lightning.rewards.layouts import RewardEncoder, RewardInput, bare_question
-from selfcal_lightning.rewards.layouts import batches as packed_batches
+from selfcal_lightning.rewards.layouts import RewardEncoder, RewardInput, bare_question, batches, runs_that_fit
 
 if TYPE_CHECKING:
     from selfcal_lightning.rewards.model import RewardModel, VLLMRewardModel
@@ -141,19 +140,13 @@ class RewardReader:
             raise RunError("Expected finite scores of the reward model, but got others. Use `--engine.dtype float32`.")
         return scores if self._scale is None else [self._scale(row) for row in scores]
 
-    def _batches(self, groups: Sequence[Sequence[RewardInput]]) -> Iterator[Sequence[Sequence[RewardInput]]]:
-        """Yield batches within the limit on tokens: questions if the model packs, else inputs by rising length."""
+    def _batches(self, groups: Sequence[Sequence[RewardInput]]) -> Iterator[list[list[RewardInput]]]:
+        """Return batches within the limit on tokens: questions if the model packs, else inputs by rising length."""
         if self._model.packs:
-            yield from packed_batches(groups, limit=self._forward_tokens)
-            return
-        batch: list[RewardInput] = []
-        for one in sorted(chain.from_iterable(groups), key=lambda one: (len(one.ids), one.ids)):
-            if batch and (len(batch) + 1) * len(one.ids) > self._forward_tokens:
-                yield [batch]
-                batch = []
-            batch.append(one)
-        if batch:
-            yield [batch]
+            return batches(groups, limit=self._forward_tokens)
+        rising = sorted(chain.from_iterable(groups), key=lambda one: (len(one.ids), one.ids))
+        rows = runs_that_fit(rising, lambda batch: len(batch) * len(batch[-1].ids) <= self._forward_tokens)
+        return ([batch] for batch in rows)
 
 
 def completed(settings: RewardSettings) -> RewardSettings:

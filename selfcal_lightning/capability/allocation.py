@@ -65,35 +65,28 @@ def sequential_allocation(
     """
     rows = [as_labels(row, "outcomes") for row in outcomes]
     a, b = (np.broadcast_to(np.asarray(values, dtype=np.float64), len(rows)) for values in (right, wrong))
-    drawn, solved = np.zeros(len(rows), dtype=np.int64), np.zeros(len(rows), dtype=bool)
-    queue = [(-a[i] / (a[i] + b[i]), i) for i in range(len(rows)) if len(rows[i])]
-    heapq.heapify(queue)
-    for _ in range(total):
-        if not queue:
-            break
-        _, i = heapq.heappop(queue)
-        solved[i] = rows[i][drawn[i]]
-        drawn[i] += 1
-        if not solved[i] and drawn[i] < len(rows[i]):
-            heapq.heappush(queue, (-a[i] / (a[i] + b[i] + drawn[i]), i))
-    return drawn, solved
+    most = [int(row.argmax()) + 1 if row.any() else len(row) for row in rows]  # none is drawn after a right one
+    drawn = _of_largest(lambda i, failures: a[i] / (a[i] + b[i] + failures), most, total)
+    return drawn, np.array([row[:number].any() for row, number in zip(rows, drawn, strict=True)], dtype=bool)
 
 
 def _shared(gain: Callable[[int, int], float], size: int, total: int, minimum: int, maximum: int) -> Integers:
     """Give ``minimum`` to every question, and the rest one by one where ``gain(question, given)`` is largest."""
-    spent = minimum * size
     if not 0 <= minimum <= maximum:
         raise InputError(f"Expected `minimum` to lie between 0 and `maximum` = {maximum}, but got {minimum}.")
-    if spent > total:
+    if (left := total - minimum * size) < 0:
         raise InputError(f"Expected `total` to be at least {minimum} for each of {size} questions, but got {total}.")
-    given = np.full(size, minimum, dtype=np.int64)
-    queue = [(-gain(i, minimum), i) for i in range(size)] if minimum < maximum else []
+    return minimum + _of_largest(lambda i, given: gain(i, minimum + given), [maximum - minimum] * size, left)
+
+
+def _of_largest(gain: Callable[[int, int], float], most: Sequence[int], number: int) -> Integers:
+    """Give one by one where ``gain(question, given)``, which falls, is largest, to each question at most ``most``."""
+    given = [0] * len(most)
+    queue = [(-gain(i, 0), i) for i, limit in enumerate(most) if limit]
     heapq.heapify(queue)
-    for _ in range(total - spent):
-        if not queue:
-            break
+    for _ in range(min(number, sum(most))):
         _, i = heapq.heappop(queue)
         given[i] += 1
-        if given[i] < maximum:
-            heapq.heappush(queue, (-gain(i, int(given[i])), i))
-    return given
+        if given[i] < most[i]:
+            heapq.heappush(queue, (-gain(i, given[i]), i))
+    return np.array(given, dtype=np.int64)

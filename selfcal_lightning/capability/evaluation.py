@@ -9,9 +9,9 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from selfcal_lightning.capability.estimators import RESPONSE_ESTIMATORS, averaged_names, mean_confidence
-from selfcal_lightning.capability.fitted_maps import isotonic_knots
 from selfcal_lightning.capability.question_table import CapabilityPool, QuestionTable, as_column, question_table
 from selfcal_lightning.confidence.base import P_TRUE
+from selfcal_lightning.confidence.scaling import IsotonicMap
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.data.store.annotations import annotation_names, question_annotation_names, question_values
 from selfcal_lightning.data.store.shards import question_digest
@@ -183,8 +183,8 @@ def candidates(test: TestQuestions, calibration: TestQuestions | None) -> list[t
     found = [(name, values, name in test.needs_labels) for name, values in test.estimates.items()]
     if calibration is not None:
         for name, values in test.estimates.items():
-            x, y = isotonic_knots(calibration.estimates[name], calibration.truth.expected_accuracy)
-            found.append((f"{name} + {MAPPED}", np.interp(values, x, y), True))
+            fitted = IsotonicMap.fit(calibration.estimates[name], calibration.truth.expected_accuracy)
+            found.append((f"{name} + {MAPPED}", fitted.transform(values), True))
     return found
 
 

@@ -139,17 +139,11 @@ class PassAtKMaps:
         return np.array(rows).reshape(len(self.k), len(values))
 
 
-def isotonic_knots(scores: Array, targets: Array) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Fit the increasing function of least squared error; it is constant outside of its knots."""
-    fitted = IsotonicMap.fit(as_scores(scores, "scores"), as_rates(targets, "targets"))
-    return fitted.x, fitted.y
-
-
 def fit_pass_at_k_maps(scores: Array, num_correct: Array, num_samples: Array, *, ks: Sequence[int]) -> PassAtKMaps:
     """Fit an isotonic map of a score to the unbiased pass@k of calibration questions, for each k."""
     ordered = tuple(sorted(set(ks)))
-    knots = [isotonic_knots(scores, pass_at_k(num_samples, num_correct, k)) for k in ordered]
-    return PassAtKMaps(ordered, tuple(x for x, _ in knots), tuple(y for _, y in knots))
+    fitted = [IsotonicMap.fit(as_scores(scores, "scores"), pass_at_k(num_samples, num_correct, k)) for k in ordered]
+    return PassAtKMaps(ordered, tuple(one.x for one in fitted), tuple(one.y for one in fitted))
 
 
 def quantile_mapping(scores: Array, distribution: Array, *, ties: Literal["mean", "first"] = "mean") -> Floats:
@@ -304,10 +298,10 @@ def fit_capability_maps(
     most = int(samples.min(initial=np.iinfo(np.int64).max)) if len(samples) else 0
     wanted = range(1, most + 1) if ks is None else [k for k in ks if k <= most]
     shares = np.asarray(num_correct, dtype=np.float64) / samples
-    knots, heights = isotonic_knots(p, shares)
+    rising = IsotonicMap.fit(p, shares)
     return CapabilityMaps(
-        knots=knots,
-        heights=heights,
+        knots=rising.x,
+        heights=rising.y,
         distribution=tuple(np.sort(shares).tolist()),
         concentration=fit_concentration(p, num_correct, samples),
         inflated=fit_inflated_beta(p, num_correct, samples),

@@ -28,6 +28,7 @@ from selfcal_lightning.commands.capability import (
     run_predict_pass_at_k,
     run_score_questions,
 )
+from selfcal_lightning.confidence.scaling import IsotonicMap
 from selfcal_lightning.core.errors import InputError, RunError
 from selfcal_lightning.core.files import sealed
 from selfcal_lightning.data.store.annotations import QuestionAnnotation
@@ -224,8 +225,8 @@ def test_maps_are_those_of_the_functions() -> None:
     p = rng.uniform(0.05, 0.95, size=30)
     correct, samples = rng.binomial(8, p), np.full(30, 8)
     maps, other = fit_capability_maps(p, correct, samples, ks=[1, 4]), np.array([0.1, 0.6, 0.3])
-    x, y = fitted_maps.isotonic_knots(p, correct / 8)
-    np.testing.assert_allclose(maps.apply("isotonic", other), np.interp(other, x, y))
+    rising = IsotonicMap.fit(p, correct / 8)
+    np.testing.assert_allclose(maps.apply("isotonic", other), rising.transform(other))
     np.testing.assert_allclose(maps.apply("quantile", other), fitted_maps.quantile_mapping(other, correct / 8))
     ways = maps.pass_at_k(other, (1, 2))
     concentration = fitted_maps.fit_concentration(p, correct, samples)

@@ -16,7 +16,7 @@ from torch.utils.data import Sampler, TensorDataset
 
 from selfcal_lightning.capability import question_table as tables
 from selfcal_lightning.capability.features import PromptModel, feature_origin, open_features, read_features
-from selfcal_lightning.capability.probe import Pooling, ProbeBasis, checked_targets, design, probe_basis
+from selfcal_lightning.capability.probe import Pooling, ProbeBasis, checked_targets, design
 from selfcal_lightning.capability.probe_module import ProbeBatch
 from selfcal_lightning.confidence.scoring_model import ModelSettings
 from selfcal_lightning.confidence.splits import check_disjoint, leading_ids
@@ -199,7 +199,7 @@ class ProbeDataModule(LightningDataModule):
         if self.target_draws is not None:  # what is validated on has no noise that can be spared
             noisy = train_rows.table.targets(self.target, draws=self.target_draws, seed=self.seed)
             self._rows[TRAIN] = train_rows = replace(train_rows, target=noisy)
-        self.basis = probe_basis(
+        self.basis = ProbeBasis.of(
             train_rows.features, train_rows.entries, target=self.target, pooling=self.features, origin=origin,
             sampling=pool.sampling, draws=self.target_draws,
         )  # fmt: skip

@@ -1,7 +1,5 @@
 """Hidden states of prompts, and the model that they are read from."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
@@ -52,17 +50,13 @@ class PromptModel(AbstractContextManager):
             )
         template, own = by.prompt.template_sha256, self.prompt_identity["template_sha256"]
         if template not in (None, own):
-            differing = f"another chat template, {template}, than that of {self.source}, {own}"
+            differing = f"another chat template, {template}, than that of {self._named.source}, {own}"
             raise InputError(f"The responses were sampled with {differing}. Restore it, or sample again.")
 
     @cached_property
     def identity(self) -> dict[str, str | None]:
         """Hashes of the weights, and of an adapter that is active on prompts."""
         return {name: self._named.identity[name] for name in _HASHES}
-
-    @property
-    def source(self) -> str:
-        return self._named.source
 
     @property
     def dtype(self) -> str:
@@ -81,7 +75,7 @@ class PromptModel(AbstractContextManager):
     def open(self) -> Engine:
         if self._engine is None:
             options = replace(self._named.settings.engine, revision=self._named.revision)
-            self._engine = open_engine(options, self.source, chat=self.chat)
+            self._engine = open_engine(options, self._named.source, chat=self.chat)
         return self._engine
 
     def __exit__(self, *_: object) -> None:

@@ -1,12 +1,10 @@
 """A probe: the chance that the model answers a question correctly, read from its hidden states of the prompt."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, Self, get_args
 
 import numpy as np
 from safetensors import SafetensorError
@@ -22,10 +20,8 @@ from selfcal_lightning.engines.settings import PromptStates
 from selfcal_lightning.metrics.arrays import Floats
 from selfcal_lightning.records import QuestionSamples
 
-if TYPE_CHECKING:
-    from selfcal_lightning.capability.probe_heads import Link
-
 Pooling = Literal["both", "token_mean", "last_token"]
+Link = Literal["clip", "sigmoid", "classes"]
 RECORD, WEIGHTS = "probe.json", "probe.safetensors"
 FORMAT, VERSION = "selfcal_lightning.probe", 3
 
@@ -72,9 +68,13 @@ class ProbeBasis:
     fitted_on: FittedOn
     draws: int | None = None  # verdicts that a target was redrawn from; None takes all responses
 
-    def with_head(self, head: ProbeHead, **fit: Any) -> CapabilityProbe:
-        """Return the probe with a head, and for a closed form its ``penalty`` and ``error``."""
-        return CapabilityProbe(**vars(self), head=head, **fit)
+    @classmethod
+    def of(cls, features: Floats, entries: Sequence[QuestionSamples], **given: Any) -> Self:
+        """Return the basis of a fit to the questions of ``features`` [N, D], with the other fields as given."""
+        centre, scale = centre_and_scale(features)
+        questions = (entry.question for entry in entries)
+        fitted_on = FittedOn.from_questions(questions, num_responses=sum(len(entry.samples) for entry in entries))
+        return cls(centre=centre, scale=scale, fitted_on=fitted_on, **given)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -82,12 +82,8 @@ class CapabilityProbe(ProbeBasis):
     """``link(head((x - centre) / scale))`` of the features x of a prompt."""
 
     head: ProbeHead
-    penalty: float | None = None
+    penalty: float | None = None  # of a closed form, as the error
     error: float | None = None
-
-    @property
-    def basis(self) -> ProbeBasis:
-        return ProbeBasis(**{each.name: getattr(self, each.name) for each in fields(ProbeBasis)})
 
     @property
     def digest(self) -> str:
@@ -219,28 +215,12 @@ def fit_probe(
     """Fit a linear probe of hidden states to the responses to their questions, in closed form."""
     wanted = checked_targets(question_table(entries), target, draws=draws, seed=seed)
     features = design(states, pooling)
-    basis = probe_basis(
+    basis = ProbeBasis.of(
         features, entries, target=target, pooling=pooling, origin=origin, sampling=sampling, draws=draws
     )
     fit = fit_ridge_leaving_one_out((features - basis.centre) / basis.scale, wanted)
     head = ProbeHead((fit.weights[None],), (np.array([fit.intercept]),))
-    return basis.with_head(head, penalty=fit.penalty, error=fit.error)
-
-
-def probe_basis(
-    features: Floats,
-    entries: Sequence[QuestionSamples],
-    *,
-    target: Target,
-    pooling: Pooling,
-    origin: Mapping[str, Any],
-    sampling: Mapping[str, Any] | None,
-    draws: int | None = None,
-) -> ProbeBasis:
-    centre, scale = centre_and_scale(features)
-    questions = (entry.question for entry in entries)
-    fitted_on = FittedOn.from_questions(questions, num_responses=sum(len(entry.samples) for entry in entries))
-    return ProbeBasis(pooling, target, centre, scale, origin, sampling, fitted_on, draws)
+    return CapabilityProbe(**vars(basis), head=head, penalty=fit.penalty, error=fit.error)
 
 
 def checked_targets(table: QuestionTable, target: Target, *, draws: int | None = None, seed: int = 0) -> Floats:

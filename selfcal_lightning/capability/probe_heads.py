@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812 - the name that every PyTorch reader expects
 
+from selfcal_lightning.capability.probe import Link
 from selfcal_lightning.training import losses
 from selfcal_lightning.training.losses import at_least_float32
 
-Link = Literal["clip", "sigmoid", "classes"]
 LossName = Literal["bce", "mse", "ranknet", "cross_entropy"]
 
 

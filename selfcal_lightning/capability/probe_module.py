@@ -1,7 +1,7 @@
 """Probes of prompt states trained by gradient descent; ``fit-probe`` fits linear ones in closed form."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast
@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from selfcal_lightning.capability.metrics import CapabilityMetrics
-from selfcal_lightning.capability.probe import CapabilityProbe, ProbeBasis, ProbeHead, load_probe
-from selfcal_lightning.capability.probe_heads import Link, LossName, head_outputs, linked, probe_loss
+from selfcal_lightning.capability.probe import CapabilityProbe, Link, ProbeBasis, ProbeHead, load_probe
+from selfcal_lightning.capability.probe_heads import LossName, head_outputs, linked, probe_loss
 from selfcal_lightning.confidence.splits import FittedOn
 from selfcal_lightning.core.errors import InputError, check_at_least, check_literals
 from selfcal_lightning.models.folders import base_model_identity
@@ -190,7 +190,7 @@ class LinearProbeModule(TrainedModule):
         self.layers = nn.ModuleList(layers)
 
     def _take(self, probe: CapabilityProbe) -> None:
-        self._build(probe.basis)
+        self._build(ProbeBasis(**{each.name: getattr(probe, each.name) for each in fields(ProbeBasis)}))
         shapes = [tuple(layer.weight.shape) for layer in self._layers]
         if shapes != [weight.shape for weight in probe.head.weights] or self.settings.link != probe.head.link:
             found = f"{probe.head.describe()} in {self.exported_from}. Set `head` and `loss` as trained"
@@ -281,7 +281,7 @@ class LinearProbeModule(TrainedModule):
     def probe(self) -> CapabilityProbe:
         layers = [(one.weight.detach().cpu().numpy(), one.bias.detach().cpu().numpy()) for one in self._layers]
         weights, biases = zip(*layers, strict=True)
-        return cast("ProbeBasis", self.basis).with_head(ProbeHead(weights, biases, self.settings.link))
+        return CapabilityProbe(**vars(self.basis), head=ProbeHead(weights, biases, self.settings.link))
 
     def save_export(self, folder: Path, *, state: Mapping[str, Tensor] | None = None) -> None:
         self.probe.save(folder)

@@ -8,14 +8,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from rich.table import Table
 
+from selfcal_lightning.capability import evaluation
 from selfcal_lightning.capability.budgets import MAPS, BudgetRow, MixingRow, PassAtKCurve
-from selfcal_lightning.capability.evaluation import (
-    AbstentionRow,
-    CapabilityComparison,
-    DecompositionRow,
-    DefinitionGap,
-    TestQuestions,
-)
 from selfcal_lightning.evaluation.tables import format_estimate, markdown_table, rich_table
 from selfcal_lightning.metrics import drawing
 from selfcal_lightning.metrics.arrays import Floats
@@ -26,7 +20,7 @@ from selfcal_lightning.metrics.discrimination import spearman
 _COLOURS = (drawing.AFTER, drawing.BEFORE, drawing.RIGHT, drawing.WRONG, drawing.GREY)
 
 
-def capability_reliability(test: TestQuestions) -> Figure:
+def capability_reliability(test: evaluation.TestQuestions) -> Figure:
     drawn = test.probabilities
     figure = Figure(figsize=(0.6 + 3.6 * max(len(drawn), 1), 4.2), layout="constrained")
     panels = figure.subplots(1, max(len(drawn), 1), squeeze=False)[0]
@@ -114,19 +108,16 @@ class ReportTable(NamedTuple):
     rows: Sequence[Sequence[str]]
 
     def for_terminal(self) -> Table:
-        table = rich_table(self.headings, title=self.title, left=self.headings[:1])
-        for row in self.rows:
-            table.add_row(*row)
-        return table
+        return rich_table(self.headings, self.rows, title=self.title, left=self.headings[:1])
 
 
-def decomposition_table(rows: Sequence[DecompositionRow]) -> ReportTable:
+def decomposition_table(rows: Sequence[evaluation.DecompositionRow]) -> ReportTable:
     headings = ("estimate", "error against responses", "= error of capability", "+ spread of responses")
     cells = [[one.name, *map(_shown, (one.response, one.capability, one.spread))] for one in rows]
     return ReportTable("errors against single responses, taken apart", headings, cells)
 
 
-def gap_note(gap: DefinitionGap) -> str:
+def gap_note(gap: evaluation.DefinitionGap) -> str:
     plain = (gap.mae, gap.spearman, gap.kendall)
     mae, spearman, kendall = ("undefined" if v is None else f"{v:.3f}".replace("0.", ".", 1) for v in plain)
     return (
@@ -135,7 +126,7 @@ def gap_note(gap: DefinitionGap) -> str:
     )
 
 
-def comparison_table(comparison: CapabilityComparison) -> ReportTable:
+def comparison_table(comparison: evaluation.CapabilityComparison) -> ReportTable:
     headings = ("estimate", "samples", "labels", "MSE", "against the first", "skill", "Spearman", "ECE")
     rows = []
     for row in comparison.rows:
@@ -163,7 +154,7 @@ def mixing_table(rows: Sequence[MixingRow]) -> ReportTable:
     return ReportTable("a uniform allocation mixed in", headings, cells)
 
 
-def abstention_table(rows: Sequence[AbstentionRow]) -> ReportTable:
+def abstention_table(rows: Sequence[evaluation.AbstentionRow]) -> ReportTable:
     shares = [f"{share:.0%} left out" for share in rows[0].left_out]
     headings = ["left out by", *(f"lost, {share}" for share in shares), *(f"pass@1, {share}" for share in shares)]
     cells = [[row.name, *map(_shown, row.lost), *map(_shown, row.pass_at_1)] for row in rows]
@@ -174,12 +165,12 @@ def abstention_table(rows: Sequence[AbstentionRow]) -> ReportTable:
 class CapabilityReport:
     """All that an evaluation finds, by its keys in capability.json."""
 
-    comparison: CapabilityComparison
-    decomposition: Sequence[DecompositionRow]
-    definition_gap: DefinitionGap
+    comparison: evaluation.CapabilityComparison
+    decomposition: Sequence[evaluation.DecompositionRow]
+    definition_gap: evaluation.DefinitionGap
     pass_at_k: Sequence[PassAtKCurve]
     budgets: Sequence[BudgetRow]
-    abstention: Sequence[AbstentionRow]
+    abstention: Sequence[evaluation.AbstentionRow]
     mixing: Sequence[MixingRow]
 
     def parts(self) -> list[ReportTable | str]:
@@ -196,7 +187,7 @@ class CapabilityReport:
         return "\n\n".join(texts) + "\n"
 
 
-def what_to_know(comparison: CapabilityComparison) -> str:
+def what_to_know(comparison: evaluation.CapabilityComparison) -> str:
     constant = "unknown (no spread beyond the noise)" if comparison.constant is None else f"{comparison.constant:.3f}"
     return (
         f"{comparison.num_questions:,} questions, judged by at least {comparison.num_samples} responses each, whose "

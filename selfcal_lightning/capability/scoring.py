@@ -15,14 +15,8 @@ from selfcal_lightning.capability.probe import load_probe
 from selfcal_lightning.capability.question_table import CapabilityPool, TaughtTarget
 from selfcal_lightning.confidence.fitted_files import check_states_origin
 from selfcal_lightning.confidence.scoring_model import ModelSettings
+from selfcal_lightning.core import files
 from selfcal_lightning.core.errors import InputError, unknown_name
-from selfcal_lightning.core.files import (
-    check_replaceable,
-    has_first_keys,
-    line_error,
-    read_json_lines,
-    write_json_lines,
-)
 from selfcal_lightning.data.store.annotations import QuestionAnnotation
 from selfcal_lightning.data.store.manifest import StoreFingerprint
 from selfcal_lightning.data.store.shards import question_digest
@@ -47,7 +41,7 @@ class QuestionScore:
 
 def write_scores(path: str | Path, scores: Sequence[QuestionScore]) -> None:
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    write_json_lines(Path(path), [dict(zip(FIELDS, astuple(one), strict=True)) for one in scores])
+    files.write_json_lines(Path(path), [dict(zip(FIELDS, astuple(one), strict=True)) for one in scores])
 
 
 def read_scores(path: str | Path) -> list[QuestionScore]:
@@ -55,13 +49,13 @@ def read_scores(path: str | Path) -> list[QuestionScore]:
     if not file.is_file():
         raise FileNotFoundError(f"`scores`: there is no file {path}. `selfcal score-questions --output` writes one.")
     found: dict[str, QuestionScore] = {}
-    for number, line in read_json_lines(file):
+    for number, line in files.read_json_lines(file):
         value = line.get(CAPABILITY)
         is_share = isinstance(value, int | float) and not isinstance(value, bool) and 0.0 <= value <= 1.0
         if not isinstance(line.get("id"), str) or not (value is None or is_share):
-            raise line_error(file, number, f"`id` and `{CAPABILITY}`, a number in [0, 1] or null", repr(line))
+            raise files.line_error(file, number, f"`id` and `{CAPABILITY}`, a number in [0, 1] or null", repr(line))
         if line["id"] in found:
-            raise line_error(file, number, "`id` to be unique", f"{line['id']!r} again")
+            raise files.line_error(file, number, "`id` to be unique", f"{line['id']!r} again")
         found[line["id"]] = QuestionScore(
             line["id"], line.get("task"), line.get("question"), value, line.get("scored_by")
         )
@@ -71,8 +65,8 @@ def read_scores(path: str | Path) -> list[QuestionScore]:
 
 
 def check_scores_target(path: str | Path, *, inputs: Iterable[str | Path] = ()) -> None:
-    is_own = partial(has_first_keys, FIELDS, exactly=False)
-    check_replaceable(path, is_own, option="output", kind="earlier scores of questions", inputs=inputs)
+    is_own = partial(files.has_first_keys, FIELDS, exactly=False)
+    files.check_replaceable(path, is_own, option="output", kind="earlier scores of questions", inputs=inputs)
 
 
 def origin_digest(origin: Mapping[str, Any]) -> str:

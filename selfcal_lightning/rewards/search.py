@@ -138,15 +138,12 @@ class SearchedPaths:
         self._ended: dict[Tokens, Sample] = {}
         self._seen: list[Sample] = []
 
-    def begin(self, number: int) -> Drawing:
-        samples = yield Ask(number, to_step_end=True)
-        return self._grown([Path()], [samples])
-
     def draw(self, paths: Sequence[Path], number: int = 1, *, to_step_end: bool = True) -> Drawing:
         """Draw ``number`` steps of each open path, and return the resulting paths; finished ones stay."""
         batches: list[list[Sample]] = []
         for path in paths:
-            batches.append([] if path.is_done else (yield Ask(number, prefix=path.tokens, to_step_end=to_step_end)))
+            ask = Ask(number, prefix=path.tokens or None, to_step_end=to_step_end)
+            batches.append([] if path.is_done else (yield ask))
         return self._grown(paths, batches)
 
     def look_ahead(self, paths: Sequence[Path], steps: int) -> Drawing:
@@ -228,7 +225,7 @@ class BeamSearch(_Checked):
 
     def solve(self, question: Question) -> Solving:
         search = SearchedPaths(question, self.scorer)
-        paths = yield from search.begin(self.width)
+        paths = yield from search.draw([Path()], self.width)
         for step in range(1, self.max_steps):
             if all(path.is_done for path in paths):
                 break
@@ -287,7 +284,7 @@ class DiverseTreeSearch(_Checked):
 
     def solve(self, question: Question) -> Solving:
         search, each = SearchedPaths(question, self.scorer), self.width // self.trees
-        first = yield from search.begin(self.width)
+        first = yield from search.draw([Path()], self.width)
         trees = [first[start : start + each] for start in range(0, len(first), each)]
         for step in range(1, self.max_steps + 1):
             kept: list[Path] = []
@@ -322,9 +319,9 @@ class ParticleFiltering(_Checked):
         digest = hashlib.sha256(f"{self.seed}/{question.id}".encode()).digest()
         generator = np.random.default_rng(int.from_bytes(digest[:8], "little"))
         search = SearchedPaths(question, self.scorer)
-        paths = yield from search.begin(self.particles)
+        paths = yield from search.draw([Path()], self.particles)
         for _ in range(1, self.max_steps):
-            if not paths or all(path.is_done for path in paths):
+            if all(path.is_done for path in paths):
                 break
             chances = particle_weights([score.mean for score in search.scores(paths)])
             drawn = np.sort(generator.choice(len(paths), size=self.particles, p=chances))

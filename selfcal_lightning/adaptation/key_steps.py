@@ -187,12 +187,6 @@ REPAIR = (
 _WAY_OUT = "What was extracted is kept; see to the service and start the same command again."
 
 
-@dataclass(slots=True)
-class _Job:
-    example: Example
-    reply: str | None = None
-
-
 class EngineExtractor:
     """Asks a model for the key steps of each response, greedily; asks once more where a reply cannot be read."""
 
@@ -216,12 +210,13 @@ class EngineExtractor:
         }
 
     def extract(self, chosen: Sequence[Example]) -> Iterator[Extracted]:
-        jobs = {f"{one.row.question_id}/{one.row.round}/{one.sample.index}": _Job(one) for one in chosen}
+        asked = {f"{one.row.question_id}/{one.row.round}/{one.sample.index}": one for one in chosen}
         room = self._engine.max_context - self._sampling.max_new_tokens
-        too_long = [name for name, job in jobs.items() if len(self._prompt(job)) > room]
-        yield from (_none(jobs.pop(name).example, NO_ROOM) for name in too_long)
+        too_long = [name for name, example in asked.items() if len(self._prompt(example)) > room]
+        yield from (_none(asked.pop(name), NO_ROOM) for name in too_long)
         failures: dict[str, Any] = {}
-        pending = set(self._engine.submit([self._request(name, job) for name, job in jobs.items()]))
+        asked_again: set[str] = set()
+        pending = set(self._engine.submit([self._request(name, example) for name, example in asked.items()]))
         try:
             while pending:
                 try:
@@ -230,40 +225,40 @@ class EngineExtractor:
                     pending -= error.failures.keys()
                     for name, failure in error.failures.items():
                         if failure.is_refusal:
-                            yield _none(jobs[name].example, REFUSED)
+                            yield _none(asked[name], REFUSED)
                         else:
                             failures[name] = failure
-                        self._in_a_row.add(name, jobs[name].example.row.question_id, failure)
+                        self._in_a_row.add(name, asked[name].row.question_id, failure)
                     continue
                 if not responses:
                     raise RunError(f"Expected the engine to continue, but got nothing with {len(pending)} in flight.")
                 self._in_a_row.clear()
                 for response in responses:
-                    pending.discard(response.request_id)
-                    job = jobs[response.request_id]
-                    reply = read_reply(response.text)
-                    is_first, job.reply = job.reply is None, response.text
+                    name, reply = response.request_id, read_reply(response.text)
+                    pending.discard(name)
                     if reply.steps is not None:
-                        yield checked_steps(job.example, reply.steps, repaired=not is_first)
-                    elif is_first and len(self._prompt(job)) <= room:  # ask once more
-                        pending |= set(self._engine.submit([self._request(response.request_id, job)]))
+                        yield checked_steps(asked[name], reply.steps, repaired=name in asked_again)
+                    elif name not in asked_again and len(self._prompt(asked[name], response.text)) <= room:
+                        asked_again.add(name)
+                        pending |= set(self._engine.submit([self._request(name, asked[name], response.text)]))
                     else:
-                        yield _none(job.example, str(reply.reason), repaired=True)
+                        yield _none(asked[name], str(reply.reason), repaired=True)
         finally:
             self._engine.cancel(pending)
         if failures:
             raise RequestsFailedError(failures)
 
-    def _prompt(self, job: _Job) -> tuple[int, ...]:
-        messages = [Message("system", SYSTEM), Message("user", question_about(job.example.sample.text))]
-        if job.reply is not None:
-            messages += [Message("assistant", job.reply), Message("user", REPAIR)]
+    def _prompt(self, example: Example, reply: str | None = None) -> tuple[int, ...]:
+        """Return the prompt about a response, or about a reply that cannot be read."""
+        messages = [Message("system", SYSTEM), Message("user", question_about(example.sample.text))]
+        if reply is not None:
+            messages += [Message("assistant", reply), Message("user", REPAIR)]
         return self._chat.prompt_ids(messages)
 
-    def _request(self, name: str, job: _Job) -> Request:
-        row = job.example.row
-        seed = sample_seed(0, row.round, row.question_id, job.example.sample.index)
-        return Request(name, self._prompt(job), self._sampling, seed)
+    def _request(self, name: str, example: Example, reply: str | None = None) -> Request:
+        row = example.row
+        seed = sample_seed(0, row.round, row.question_id, example.sample.index)
+        return Request(name, self._prompt(example, reply), self._sampling, seed)
 
 
 def question_about(text: str) -> str:

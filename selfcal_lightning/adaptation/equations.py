@@ -195,10 +195,7 @@ def _factor(tokens: list[str]) -> tuple[Fraction, list[str]]:
 
 
 _STEP_TOKEN = re.compile(rf"{_NUMBER}|\\[A-Za-z]+|[^\W\d_]+|[^\s\w]")
-_SIGNS = {
-    "×": "*", "·": "*", "\\times": "*", "\\cdot": "*", "times": "*", "÷": "/", "\\div": "/", "−": "-", "plus": "+",
-    "minus": "-", "equals": "=",
-}  # fmt: skip
+_SIGNS = _SIGN | {"x": "x", "times": "*", "plus": "+", "minus": "-", "equals": "="}  # x may be an unknown here
 _OPERATORS = frozenset("+*-/()")
 _LEFT_OUT = {"$", "\\left", "\\right", "\\", "{", "}"}
 _FRACTION = re.compile(r"\\d?frac\{([^{}]{1,40})\}\{([^{}]{1,40})\}")

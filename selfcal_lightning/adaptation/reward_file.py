@@ -78,14 +78,10 @@ class TaskRewards:
         """Return the rewards of a batch for OpenRLHF; 0 without a label."""
         import torch
 
-        rows = zip(queries, prompts, map(json.loads, labels), strict=True)
-        rewards = torch.tensor(
-            [
-                self.judge(label["data_source"], _END_OF_TURN.sub("", query.removeprefix(prompt)), label["answer"])
-                or 0.0
-                for query, prompt, label in rows
-            ]
-        )
+        texts = [query.removeprefix(prompt) for query, prompt in zip(queries, prompts, strict=True)]
+        rows = zip(texts, map(json.loads, labels), strict=True)
+        judged = [self.judge(one["data_source"], _END_OF_TURN.sub("", text), one["answer"]) for text, one in rows]
+        rewards = torch.tensor([reward or 0.0 for reward in judged])
         return {"rewards": rewards, "scores": rewards, "extra_logs": {"correct": rewards}}
 
 

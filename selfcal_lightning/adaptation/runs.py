@@ -40,18 +40,9 @@ def load_sets(slices: Mapping[str, QuestionSlice]) -> dict[str, list[Question]]:
     return found
 
 
-MODULE = "selfcal_lightning.adaptation.module.TestTimeTrainingModule"
-DATA = "selfcal_lightning.datamodules.adaptation.RolloutDataModule"
-GUARD = "selfcal_lightning.callbacks.adaptation_guard.AdaptationGuard"
-GENERATION = "selfcal_lightning.callbacks.generation.SSCGeneration"
-EXPORT = "selfcal_lightning.callbacks.adapter_export.AdapterExport"
-CHECKPOINTS = "lightning.pytorch.callbacks.ModelCheckpoint"
 OWN_OF_MODEL = ("base_model", "revision", "reward", "target", "lr", "seed")
 OWN_OF_DATA = ("store_dir", "selection", "num_samples", "batch_size", "seed")
-LOGGER = "lightning.pytorch.loggers.TensorBoardLogger"
 ADAPTER, SAMPLES, GUARD_FILE = "adapter", "samples", "guard.json"
-# A policy gradient needs samples at temperature 1 from the whole distribution.
-ON_POLICY = {"temperature": 1.0, "edt_scale": None, "top_p": 1.0}
 
 
 @dataclass(frozen=True)
@@ -99,24 +90,28 @@ def fit_settings(
         "train": [] if one.is_one_round else [asdict(one.questions)],
         "regenerate_every_n_epochs": None if one.is_one_round else 1,
     }  # fmt: skip
-    sampling = {**ON_POLICY, "max_new_tokens": one.max_new_tokens}
+    # A policy gradient needs samples at temperature 1 from the whole distribution.
+    sampling = {"temperature": 1.0, "edt_scale": None, "top_p": 1.0, "max_new_tokens": one.max_new_tokens}
+    checkpoints = {"dirpath": str(folder / "checkpoints"), "every_n_train_steps": 1, "save_last": True}
+    generation = {"engine": asdict(engine), "sampling": sampling, "seed": one.seed}
     callbacks = {
-        GENERATION: {"engine": asdict(engine), "sampling": sampling, "seed": one.seed},
-        GUARD: {"report": str(folder / GUARD_FILE), **guard},
-        CHECKPOINTS: {"dirpath": str(folder / "checkpoints"), "every_n_train_steps": 1, "save_last": True},
-        EXPORT: {"output_dir": str(folder / ADAPTER)},
+        "selfcal_lightning.callbacks.generation.SSCGeneration": generation,
+        "selfcal_lightning.callbacks.adaptation_guard.AdaptationGuard": {"report": str(folder / GUARD_FILE), **guard},
+        "lightning.pytorch.callbacks.ModelCheckpoint": checkpoints,
+        "selfcal_lightning.callbacks.adapter_export.AdapterExport": {"output_dir": str(folder / ADAPTER)},
     }
+    logger = {"save_dir": str(folder), "name": "logs"}
     settings: dict[str, Any] = {
         "seed_everything": one.seed,
         "trainer": {
             "devices": 1, "max_epochs": one.rounds, "reload_dataloaders_every_n_epochs": 1, "limit_val_batches": 0,
             "num_sanity_val_steps": 0, "use_distributed_sampler": False, "log_every_n_steps": 1,
             "gradient_clip_val": 1.0, "enable_model_summary": False, "default_root_dir": str(folder),
-            "logger": {"class_path": LOGGER, "init_args": {"save_dir": str(folder), "name": "logs"}},
+            "logger": {"class_path": "lightning.pytorch.loggers.TensorBoardLogger", "init_args": logger},
             "callbacks": [{"class_path": name, "init_args": given} for name, given in callbacks.items()],
         },
-        "model": {"class_path": MODULE, "init_args": model},
-        "data": {"class_path": DATA, "init_args": data},
+        "model": {"class_path": "selfcal_lightning.adaptation.module.TestTimeTrainingModule", "init_args": model},
+        "data": {"class_path": "selfcal_lightning.datamodules.adaptation.RolloutDataModule", "init_args": data},
     }  # fmt: skip
     stated: list[tuple[str, str, object]] = [("model", name, model[name]) for name in OWN_OF_MODEL]
     stated += [("data", name, data[name]) for name in OWN_OF_DATA]
@@ -157,9 +152,6 @@ def _keys(question: Question) -> tuple[str, tuple[str, str, str]]:
     return question_digest(replace(question, reference=None)), (question.task, question.id, question.text)
 
 
-GREEDY = SamplingSettings(temperature=0.0, edt_scale=None)
-
-
 @dataclass(frozen=True)
 class Evaluation:
     """How models are sampled and compared; ``num_samples`` is the option ``evaluation_samples``."""
@@ -196,7 +188,8 @@ class Evaluation:
             hot = replace(self.sampling, temperature=temperature, edt_scale=None)
             label = f"base-{temperature:g}"
             others[f"temperature {temperature:g}"] = self._sample(name, label, hot, num_samples=self.num_samples)
-        greedy = replace(GREEDY, max_new_tokens=self.sampling.max_new_tokens)
+        longest = self.sampling.max_new_tokens
+        greedy = SamplingSettings(temperature=0.0, edt_scale=None, max_new_tokens=longest)
         return compare_set(
             name,
             base=whole.first(self.num_samples),

@@ -4,27 +4,23 @@ The chance of success from a prefix of a response is often 0 or 1, so the median
 The score is therefore the *mean*.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - the name that every PyTorch reader expects
+from transformers import AutoModel, AutoModelForTokenClassification, PreTrainedModel
 
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.core.files import read_json_object
 from selfcal_lightning.models.causal_lm import WeightFiles
 from selfcal_lightning.rewards.formats import RewardFormat
 from selfcal_lightning.training.losses import at_least_float32
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 FIRST_GAP = 1.0  # initial distance of the quantiles from the mean, in log-odds
 NUM_GAPS = 2
@@ -162,9 +158,6 @@ def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
     return layer
 
 
-HEAD = "score"
-
-
 def output_names(head: nn.Module) -> tuple[str, ...]:
     last = head[-1] if isinstance(head, nn.Sequential) else head
     return quantile_outputs(cast("nn.Linear", last).out_features)
@@ -190,8 +183,6 @@ def save_with_head(trunk: PreTrainedModel, head: nn.Module, folder: Path) -> Non
 
     A head of two layers has no stock class; its folder names the bare trunk, so that nothing loads a random head.
     """
-    from transformers import AutoModel, AutoModelForTokenClassification
-
     names = dict(enumerate(output_names(head)))
     config = copy.deepcopy(trunk.config)
     config.id2label, config.label2id = names, {name: number for number, name in names.items()}
@@ -204,7 +195,7 @@ def save_with_head(trunk: PreTrainedModel, head: nn.Module, folder: Path) -> Non
         whole.score = copy.deepcopy(head).to("meta")
     prefix = f"{trunk.base_model_prefix}."
     state = {name: value.detach().cpu() for name, value in trunk.state_dict().items() if name.startswith(prefix)}
-    state |= {f"{HEAD}.{name}": value.detach().float().cpu() for name, value in head.state_dict().items()}
+    state |= {f"score.{name}": value.detach().float().cpu() for name, value in head.state_dict().items()}
     missing, unexpected = whole.load_state_dict(state, strict=False, assign=True)
     if missing or unexpected:
         differing = [*missing, *unexpected][:3]

@@ -12,7 +12,7 @@ from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from transformers import PreTrainedModel
+from transformers import AutoModelForTokenClassification, PreTrainedModel
 
 from selfcal_lightning.core.errors import InputError, check_literals
 from selfcal_lightning.core.imports import class_path
@@ -244,8 +244,6 @@ class QuantileRewardModule(CalibratedModel):
 
     def check_support(self, trainer: Trainer | None = None) -> None:
         """Refuse ways of running that do not work, sampling from a public model, and families without an export."""
-        from transformers import AutoModelForTokenClassification
-
         super().check_support(trainer)
         if (trainer := trainer or trainer_of(self)) is not None:
             check_features(trainer, [FEATURE], rows=SUPPORT, reasons=REASONS)

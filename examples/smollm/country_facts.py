@@ -12,6 +12,7 @@ import json
 import re
 import unicodedata
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -125,16 +126,10 @@ class CountryFacts:
         return Item(row["question"], row["answer"])
 
 
-def _runs(text: str) -> Iterator[list[str]]:
-    """Yield the words between signs, in their order."""
-    run: list[str] = []
-    for word in _WORD.findall(text):
-        if word in ',()"“”':
-            yield run
-            run = []
-        else:
-            run.append(word)
-    yield run
+def _runs(text: str) -> list[list[str]]:
+    """Return the words between signs, in their order."""
+    parts = groupby(_WORD.findall(text), key=lambda word: word in ',()"“”')
+    return [list(words) for are_signs, words in parts if not are_signs]
 
 
 def _names(run: Sequence[str]) -> Iterator[tuple[str, bool]]:

@@ -110,10 +110,6 @@ class RewardFormat:
         return self.layers == OUTPUT_LAYER
 
     @property
-    def renders_chat(self) -> bool:
-        return self.uses_chat or self.layout in ("turns", "chat", "continued")
-
-    @property
     def has_quantiles(self) -> bool:
         return self.link == "quantiles"
 

@@ -34,7 +34,8 @@ class RewardEncoder:
         self.output_ids = tuple(self._single(text, "output_tokens") for text in format.output_tokens)
         added = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
         self._control_tokens = tuple(sorted(added | set(tokenizer.all_special_tokens)))
-        if format.renders_chat and tokenizer.chat_template is None:
+        is_chat = format.uses_chat or format.layout in ("turns", "chat", "continued")
+        if is_chat and tokenizer.chat_template is None:
             raise InputError(f"Expected a reward model of {format.name!r} to have a chat template, but got none.")
 
     def check_fits(self, num_tokens: int, *, of: str) -> None:

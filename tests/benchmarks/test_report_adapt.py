@@ -3,7 +3,6 @@
 import sys
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import numpy as np
 import pytest
@@ -35,7 +34,7 @@ def test_what_is_met_missed_and_not_measured(report: ModuleType, script: Script)
     def change(value: float) -> dict[str, float]:
         return {"change": value, "low": value - 0.01, "high": value + 0.01}
 
-    found: dict[str, Any] = {name: change(0.0) for name in ("pass@1", "pass@k", "ece")}
+    found: dict = {name: change(0.0) for name in ("pass@1", "pass@k", "ece")}
     table = {
         "levels": {report.ANCHOR: {"ece": 0.1}},
         "changes": {"anchor less start": found, "anchor less TTRL": {**found, "ece": change(-0.05)}},

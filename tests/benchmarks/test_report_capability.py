@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +11,7 @@ from support.house import Script
 from selfcal_lightning.commands.capability import run_fit_probe, run_score_questions
 from selfcal_lightning.metrics.calibration import ErrorBounds
 
-Columns = dict[str, Any]
+Columns = dict
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +78,7 @@ def test_targets_name_what_is_missed(script: Script, columns: Columns) -> None:
 
 
 def test_what_is_written(script: Script, columns: Columns, tmp_path: Path) -> None:
-    report: dict[str, Any] = {
+    report: dict = {
         "command": "the command", "seeds": [0], "taught_seeds": [], "awake_seeds": [], "processor_minutes": 1.0,
         "sizes": {"train": 40, "train_samples": 8, "samples": 8, "id": 24, "ood": 24, "calibration": 24},
     }  # fmt: skip

@@ -4,7 +4,6 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -35,7 +34,7 @@ def test_the_learned_token_is_one_more_row_of_the_output_layer(script: Script, t
     assert any(p.grad is not None and p.grad.abs().max() > 0.0 for n, p in module.named_parameters() if "lora_B" in n)
 
 
-def entry(brier: float, change: float, high: float) -> dict[str, Any]:
+def entry(brier: float, change: float, high: float) -> dict:
     difference = {"Brier": {"value": change, "low": change - 0.01, "high": high}}
     return {"values": {"Brier": {"value": brier}}, "minus_first": difference, "minus_ssc": difference}
 

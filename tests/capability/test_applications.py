@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -295,7 +294,7 @@ def test_maps_do_not_judge_their_own_questions(written: Path, tmp_path: Path) ->
         ({"knots": None}, "to hold whole maps, but got TypeError"),
     ],
 )
-def test_other_files_are_refused(written: Path, tmp_path: Path, changed: dict[str, Any], words: str) -> None:
+def test_other_files_are_refused(written: Path, tmp_path: Path, changed: dict, words: str) -> None:
     record = json.loads((written / "maps.json").read_text())
     (tmp_path / "maps.json").write_bytes(sealed({**record, **changed}))
     with pytest.raises(InputError, match=words):

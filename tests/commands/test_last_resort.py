@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 from unittest.mock import Mock
 
 import pytest
@@ -183,7 +183,7 @@ def listening() -> Iterator[None]:
         signal.signal(number, handler)
 
 
-def press_ctrl_c(*_: Any, **__: Any) -> NoReturn:
+def press_ctrl_c(*_: object, **__: object) -> NoReturn:
     signal.raise_signal(signal.SIGINT)
     raise AssertionError("the signal was not heard")
 
@@ -193,7 +193,7 @@ def test_a_library_that_swallows_ctrl_c_does_not_hide_it(
 ) -> None:
     """Modules of C that are being imported put errors of their own on top of KeyboardInterrupt."""
 
-    def load(*_: Any) -> NoReturn:
+    def load(*_: object) -> NoReturn:
         try:
             press_ctrl_c()
         except KeyboardInterrupt:

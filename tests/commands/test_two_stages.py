@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -26,8 +25,8 @@ from selfcal_lightning.models.folders import MANIFEST, config_path, read_invocat
 from selfcal_lightning.records import SamplingSettings
 
 SOURCE = {"task": "word_problems", "split": "train", "limit": 6}
-SMALL: dict[str, Any] = {"num_samples": 4, "batch_size": 4, "train": [SOURCE], "validation": []}
-OPTIONS: dict[str, Any] = {
+SMALL: dict = {"num_samples": 4, "batch_size": 4, "train": [SOURCE], "validation": []}
+OPTIONS: dict = {
     "tune_options": {
         "trainer": {"precision": "32-true", "logger": False},
         "model": {"warmup_steps": 0},
@@ -68,7 +67,7 @@ def leave_export(folder: Path, *, run: str = "a run") -> None:
 
 @pytest.fixture
 def steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Steps]:
-    def make(**settings: Any) -> Steps:
+    def make(**settings: object) -> Steps:
         made = Steps(tmp_path / "run", **settings)
         monkeypatch.setattr(processes, "run_step", made)
         return made
@@ -76,7 +75,7 @@ def steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Step
     return make
 
 
-def start(folder: Path, **changes: Any) -> str:
+def start(folder: Path, **changes: object) -> str:
     return run_tune_and_calibrate("demo-joint.yaml", "demo.yaml", str(folder / "run"), **{**OPTIONS, **changes})
 
 
@@ -169,7 +168,7 @@ def test_other_settings_than_those_that_were_begun_with_are_refused(
     ],
 )
 def test_stages_that_cannot_be(
-    tune: str, calibrate: str, options: dict[str, Any], message: str, steps: Callable[..., Steps], tmp_path: Path
+    tune: str, calibrate: str, options: dict, message: str, steps: Callable[..., Steps], tmp_path: Path
 ) -> None:
     made = steps()
     with pytest.raises(ValueError, match=message):

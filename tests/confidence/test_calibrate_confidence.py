@@ -1,6 +1,5 @@
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +20,7 @@ def pool(tmp_path: Path) -> str:
     """A pool whose log-probability knows which response is right, and whose P(True) does not."""
     draw = np.random.default_rng(0)
 
-    def response(is_right: bool) -> dict[str, Any]:
+    def response(is_right: bool) -> dict:
         sure, logprob = float(draw.uniform(0.7, 0.99)), float(-4.0 + 2.0 * is_right + draw.normal())
         confidence = {"p_true": round(sure, 4), "logprob": logprob}
         return {"text": f"The answer is {2 - is_right}.", "tokens": list(range(10)), "confidence": confidence}

@@ -1,8 +1,8 @@
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 from support.fakes import FakeChat, ReplyingEngine
+from support.house import Vectors
 
 from selfcal_lightning.confidence import verbalized
 from selfcal_lightning.confidence.registry import ESTIMATORS
@@ -13,7 +13,7 @@ from selfcal_lightning.records import Message, Question, QuestionSamples, Sample
 TEXTS = ("The answer is 3.", "The answer is 4.", "The answer is 3.")
 
 
-def test_replies_are_read_as_in_the_vectors(vectors: Callable[[str], dict[str, Any]]) -> None:
+def test_replies_are_read_as_in_the_vectors(vectors: Vectors) -> None:
     """What the reference could not read, we do; an unfinished thought is no reply."""
     corrected = {"\\boxed{85%}": 0.85, "\\boxed{\\text{0.9}}": 0.9, "<think> unfinished \\boxed{0.5}": None}
     for case in vectors("verbalized_parse")["cases"]:

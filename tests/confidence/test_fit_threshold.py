@@ -7,7 +7,6 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from rich.console import Console
@@ -37,7 +36,7 @@ def write_pool(
     """
     draw = random.Random(prefix)
 
-    def response() -> dict[str, Any]:
+    def response() -> dict:
         sure = round(draw.random(), 3)
         answer = "1" if draw.random() < sure else str(draw.randint(2, 4))
         return {"text": "", "answer": answer, "tokens": 9, "confidence": dict.fromkeys(("p_true", *names), sure)}
@@ -157,7 +156,7 @@ def test_a_field_is_given_once(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert FittedThreshold.load(tmp_path / "t.json").fields["max_samples"] == 3
 
 
-def evaluate(folder: Path, test: str, **options: Any) -> dict[str, Any]:
+def evaluate(folder: Path, test: str, **options: object) -> dict:
     options = {"strategies": ["early_stopping"], "num_resamples": 10, **options}
     return run_evaluate(output_dir=str(folder / "evaluation"), pools={"m": test}, **nested(**options))
 

@@ -1,7 +1,6 @@
 """An extended store equals one that was sampled at once, and keeps its annotations."""
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +19,7 @@ from selfcal_lightning.records import SamplingSettings
 QUESTIONS = fake_questions(12)
 
 
-def rows(path: Path) -> list[Any]:
+def rows(path: Path) -> list:
     """Return everything that readers see of a store."""
     index = (store := SampleStore(path)).index()
     return store.read_rows(index.locate(range(len(index))))
@@ -148,7 +147,7 @@ def test_answers_are_named_by_the_first_of_all_samples(tmp_path: Path) -> None:
 
 
 def test_the_verb_draws_what_is_missing(tmp_path: Path, shallow_model: str, capsys: pytest.CaptureFixture[str]) -> None:
-    def generate(folder: str, number: int, **options: Any) -> None:
+    def generate(folder: str, number: int, **options: object) -> None:
         run_generate(
             shallow_model, str(tmp_path / folder), "word_problems", split="test_id", limit=3, num_samples=number,
             sampling=SamplingSettings(max_new_tokens=16), **options,

@@ -1,8 +1,8 @@
 import time
 from collections.abc import Callable
-from typing import Any
 
 import pytest
+from support.house import Vectors
 
 from selfcal_lightning.data.tasks import extraction
 from selfcal_lightning.data.tasks.answer_types import ShortTextAnswers
@@ -146,7 +146,7 @@ def test_open_reasoning_has_no_final_part() -> None:
     assert extraction.final_part("<think>a</think><think>b") is None
 
 
-def test_reference_vectors_selfcal(vectors: Callable[[str], dict[str, Any]]) -> None:
+def test_reference_vectors_selfcal(vectors: Vectors) -> None:
     cases = vectors("answer_extraction_selfcal")["cases"]
     assert len(cases) >= 30
     for case in cases:
@@ -158,7 +158,7 @@ def test_reference_vectors_selfcal(vectors: Callable[[str], dict[str, Any]]) -> 
             assert answer == (extraction.canonical_number(expected) or expected), case
 
 
-def test_reference_vectors_qwen_extract(vectors: Callable[[str], dict[str, Any]]) -> None:
+def test_reference_vectors_qwen_extract(vectors: Vectors) -> None:
     for case in vectors("qwen_math_extract")["cases"]:
         expected = extraction.last_boxed(case["extracted"]) or case["extracted"]
         assert (read_expression(case["text"]) or "") == expected, case

@@ -3,7 +3,6 @@
 import json
 import math
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -34,7 +33,7 @@ def _fake(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(TASKS, "fake", FakeTask())
 
 
-def pool() -> list[dict[str, Any]]:
+def pool() -> list[dict]:
     known = {"answer": "3", "correct": False, "confidence": {"p_true": 0.25, "logprob": -2.5}, "tokens": [5, 6]}
     responses = [
         {"text": "The answer is 3."},
@@ -146,7 +145,7 @@ def test_an_export_of_nothing_is_an_error_and_leaves_no_file(tmp_path: Path) -> 
     assert {path.name for path in tmp_path.iterdir()} == {"pool.jsonl", "store"}
 
 
-def answered(**fields: Any) -> dict[str, Any]:
+def answered(**fields: object) -> dict:
     return {"responses": [{"text": "The answer is 1.", **fields}]}
 
 
@@ -176,10 +175,8 @@ def answered(**fields: Any) -> dict[str, Any]:
         (None, "a JSON object, but got list"),
     ],
 )
-def test_a_bad_line_is_named_before_anything_is_stored(
-    tmp_path: Path, changes: dict[str, Any] | None, message: str
-) -> None:
-    lines: list[Any] = [{**line, "split": "train"} for line in pool()]
+def test_a_bad_line_is_named_before_anything_is_stored(tmp_path: Path, changes: dict | None, message: str) -> None:
+    lines: list = [{**line, "split": "train"} for line in pool()]
     changed = {**lines[1], **(changes or {})}
     lines[1] = [1] if changes is None else {name: value for name, value in changed.items() if value is not ...}
     path = write_lines(tmp_path / "pool.jsonl", *lines)
@@ -219,7 +216,7 @@ def test_another_file_is_not_mixed_in(tmp_path: Path) -> None:
         import_pool(tmp_path / "moved.jsonl", tmp_path / "store", split="test")
 
 
-def records() -> list[dict[str, Any]]:
+def records() -> list[dict]:
     one, two = f"<|user|>\nOne?\n{HEADER}", f"<|user|>\nTwo?\n{HEADER}"
     rows = [
         (f"{one} It is 1.<|end|>", "1", 0.75, 0.5), (f"{two} It is 2.", 2, None, 1.0),
@@ -282,7 +279,7 @@ def test_training_records_with_a_model_have_its_tokens(tmp_path: Path, tiny_mode
         (None, "the fields weighted_consistency, consistency"),
     ],
 )
-def test_bad_records_are_named(tmp_path: Path, change: dict[str, Any] | None, message: str) -> None:
+def test_bad_records_are_named(tmp_path: Path, change: dict | None, message: str) -> None:
     lines = records()
     lines[1] = {"input": "x", "answer": "1"} if change is None else lines[1] | change
     with pytest.raises(ValueError, match=rf"records.jsonl:2: Expected {message}"):
@@ -352,7 +349,7 @@ def test_real_responses_to_competition_problems(tmp_path: Path, shared: Path) ->
         ({"prompt": "q", "completions": ["a", "b</s>"], "labels": [1, 1]}, "`completions` without control tokens"),
     ],
 )
-def test_bad_records_are_refused(record: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_bad_records_are_refused(record: dict, message: str, tmp_path: Path) -> None:
     (tmp_path / "r.jsonl").write_text(json.dumps(record))
     with pytest.raises(InputError, match=message):
         run_import_prefixes(str(tmp_path / "r.jsonl"), str(tmp_path / "s"), "local_number")

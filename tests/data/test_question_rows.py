@@ -4,7 +4,6 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -64,7 +63,7 @@ def test_text_and_parquet_are_read_alike(read: Reader, tmp_path: Path) -> None:
         ({"question": "x", "id": " "}, "`id` to be text"),
     ],
 )
-def test_a_mistake_is_named_with_file_and_line(read: Reader, row: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_a_mistake_is_named_with_file_and_line(read: Reader, row: dict, message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=f"q.jsonl:2: .*{message}"):
         read(write_lines(tmp_path / "q.jsonl", {"question": "fine", "answer": 1}, row))
 
@@ -149,7 +148,7 @@ ARC = {"text": ["sky", "blood"], "label": ["1", "2"]}
     ],
 )
 def test_public_data_sets_are_read_by_the_names_of_their_columns(
-    row: dict[str, Any], answer: object, text: str, tmp_path: Path
+    row: dict, answer: object, text: str, tmp_path: Path
 ) -> None:
     columns = NAMED if "options" in row else replace(NAMED, choices=None)
     path = write_lines(tmp_path / "test.jsonl", {**row, "answers": "a column of theirs"})

@@ -4,7 +4,6 @@ import multiprocessing
 import pickle
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -174,7 +173,7 @@ def test_an_overtaken_joiner_writes_again(tmp_path: Path, monkeypatch: pytest.Mo
     write(store, questions[:2], part="a")
     merge, calls = maintenance.merge_parts, []
 
-    def slow_merge(root: Path, entries: list, **options: Any) -> StoreManifest:
+    def slow_merge(root: Path, entries: list, **options: object) -> StoreManifest:
         manifest = merge(root, entries, **options)
         calls.append(len(entries))
         if len(calls) == 1:

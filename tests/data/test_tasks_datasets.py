@@ -1,7 +1,7 @@
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 from unittest.mock import Mock
 
 import pyarrow
@@ -18,7 +18,7 @@ from selfcal_lightning.models.chat_format import BOXED, Prompt, PromptExample, p
 CHOICES = {"label": ["A", "B", "C"], "text": ["bank", "library", "shop"]}
 
 # One row with the hub's columns for each task, the reference, and a piece of the question that must come out.
-ROWS: dict[str, tuple[dict[str, Any], str, str]] = {
+ROWS: dict[str, tuple[dict, str, str]] = {
     "gsm8k": ({"question": "1+1?", "answer": "1+1=<<1+1=2>>2\n#### 1,002"}, "1002", "1+1?"),
     "svamp": (
         {"ID": "chal-1", "Body": "He has 3 pens", "Question": "How many?", "Answer": "51.0"}, "51",
@@ -135,9 +135,9 @@ def test_the_hub_is_asked_for_exactly_this(name: str, monkeypatch: pytest.Monkey
     import datasets
 
     (hub_id, config, folder, revision), splits = HUB[name]
-    asked: dict[str, Any] = {}
+    asked: dict = {}
 
-    def load_dataset(path: str, **arguments: Any) -> datasets.Dataset:
+    def load_dataset(path: str, **arguments: object) -> datasets.Dataset:
         asked.update(arguments, path=path)
         return datasets.Dataset.from_list([ROWS[name][0]])
 
@@ -276,7 +276,7 @@ def test_unusable_rows_are_counted_and_keep_their_numbers(tmp_path: Path, caplog
         ("triviaqa", {"answer": {"value": "", "aliases": ["x"]}}),
     ],
 )
-def test_rows_without_a_valid_label_leave_nothing(name: str, change: dict[str, Any], tmp_path: Path) -> None:
+def test_rows_without_a_valid_label_leave_nothing(name: str, change: dict, tmp_path: Path) -> None:
     path = str(write_lines(tmp_path / "rows.jsonl", {**ROWS[name][0], **change}))
     with pytest.raises(ValueError, match="has none"):
         dataset_task(name).load("test", path=path)
@@ -343,10 +343,10 @@ def test_contract(name: str) -> None:
 
 # ---- splits that join several places on the hub, or leave out the rows of another split
 
-Hub = dict[tuple[str, str | None, str], list[dict[str, Any]]]
+Hub = dict[tuple[str, str | None, str], list[dict]]
 
 
-def gpqa(*names: str) -> list[dict[str, Any]]:
+def gpqa(*names: str) -> list[dict]:
     wrong = {f"Incorrect Answer {number}": f"w{number}" for number in (1, 2, 3)}
     return [{"Record ID": name, "Question": f"{name}?", "Correct Answer": "right", **wrong} for name in names]
 
@@ -375,13 +375,13 @@ JOINED: Hub = {
 def hub(monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets
 
-    def load_dataset(path: str, *, name: str | None, split: str, **_: Any) -> datasets.Dataset:
+    def load_dataset(path: str, *, name: str | None, split: str, **_: object) -> datasets.Dataset:
         return datasets.Dataset.from_list(JOINED[path, name, split])
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
 
 
-def ids(task: str, split: str, **options: Any) -> list[str]:
+def ids(task: str, split: str, **options: object) -> list[str]:
     return [question.id.removeprefix(f"{task}/{split}/") for question in get_task(task).load(split, **options)]
 
 

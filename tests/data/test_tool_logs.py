@@ -5,7 +5,6 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from support.clients import needs_clients, run_client, run_inspect, run_lm_eval, write_tasks
@@ -66,7 +65,7 @@ def test_lm_eval_with_repeats(server: Server, folder: Path, tmp_path: Path) -> N
         assert first.answer == row["filtered_resps"][0]
 
 
-def import_batch(folder: Path, requests: list[dict[str, Any]], *command: str) -> ImportReport:
+def import_batch(folder: Path, requests: list[dict], *command: str) -> ImportReport:
     """Answer requests by a command that takes a file of them, and import what it wrote into the folder ``store``."""
     line = {"method": "POST", "url": "/v1/chat/completions"}
     asked, answered = write_lines(folder / "in.jsonl", *({**line, **one} for one in requests)), folder / "out.jsonl"

@@ -4,10 +4,9 @@ import select
 import signal
 import textwrap
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -153,7 +152,7 @@ def test_expressions_by_algebra(pool: MathComparer, answer: str, reference: str,
     assert expressions_equal(answer, reference, comparer=pool) is equal
 
 
-def test_reference_vectors_qwen_equal(pool: MathComparer, vectors: Callable[[str], dict[str, Any]]) -> None:
+def test_reference_vectors_qwen_equal(pool: MathComparer, vectors: Vectors) -> None:
     for case in vectors("qwen_math_equal")["cases"]:
         factor_100 = case["pred"] in ("50", "100") and case["gold"] in ("0.5", "1")
         expected = False if factor_100 else case["equal"]

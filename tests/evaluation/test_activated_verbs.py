@@ -3,8 +3,6 @@
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -28,7 +26,7 @@ from selfcal_lightning.training.export import write_export
 from selfcal_lightning.training.self_calibration import SelfCalibrationModule
 
 ACTIVATED = replace(NO_DROPOUT, activated=True)
-OPTIONS: dict[str, Any] = {"task": "word_problems", "split": "validation", "limit": 3, "num_samples": 4}
+OPTIONS: dict = {"task": "word_problems", "split": "validation", "limit": 3, "num_samples": 4}
 OPTIONS |= {"max_new_tokens": 40, "dtype": "float32", "store_split": "validation"}
 
 
@@ -57,7 +55,7 @@ def own_store(tiny_model: str, adapter: str, tmp_path_factory: pytest.TempPathFa
     return folder
 
 
-def texts(store: Path) -> list[Any]:
+def texts(store: Path) -> list:
     return [[(s.text, s.finish, s.answer, s.logprob) for s in entry.samples] for entry in SampleStore(store).samples()]
 
 
@@ -151,7 +149,7 @@ def test_evaluate_samples_a_joint_adapter_itself(
     tiny_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     joint = str(write_export(shaken(tiny_model), tmp_path / "joint"))
-    options: dict[str, Any] = {
+    options: dict = {
         "output_dir": str(tmp_path / "out"), "num_samples": 2, "sampling": SamplingSettings(max_new_tokens=20),
         "tests": [TestSet("id", "word_problems", split="test_id", limit=2)], "num_resamples": 5, "strategies": [],
     }  # fmt: skip
@@ -185,7 +183,7 @@ def test_questions_that_were_trained_on_are_told(
     assert "v1.1: 3 of 3 questions are unlike those that 'after' was trained on" in told
 
 
-def write_config(folder: Path, tiny_model: str, store: Path, lora: dict[str, Any]) -> str:
+def write_config(folder: Path, tiny_model: str, store: Path, lora: dict) -> str:
     source = {"task": "word_problems", "split": "validation", "limit": 3}
     config = {
         "trainer": {

@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from support.number_pools import write_number_pool
@@ -68,7 +67,7 @@ RESPONSES = [("1", 0.9, 10), ("2", 0.3, 20), ("1", 0.8, 30), (None, 0.5, 40)]
 def _write(path: Path, *, num_questions: int, prefix: str, shift: int = 0, confidence: bool = True) -> str:
     """Write a pool of number questions; every third question is mostly wrong, and lengths and confidences vary."""
 
-    def response(number: int, index: int) -> dict[str, Any]:
+    def response(number: int, index: int) -> dict:
         text, p_true, tokens = RESPONSES[(index + number + shift) % 4]
         text = "3" if text == "1" and number % 3 == 0 else text
         # A little noise, so that the parts of a fusion are no copies of one another.
@@ -268,9 +267,7 @@ def test_paper_protocol_writes_the_published_tables(tmp_path: Path) -> None:
         ({"pools": {"m": "x"}, "fusion_target": "ssc"}, "calibration questions with `fusion_target` 'ssc'"),
     ],
 )
-def test_options_that_do_not_fit(
-    options: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_options_that_do_not_fit(options: dict, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("selfcal_lightning.commands.evaluate.load_scorers", list)
     monkeypatch.setattr(FittedThreshold, "load", str)
     with pytest.raises(ValueError, match=message):

@@ -3,7 +3,6 @@
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -81,7 +80,7 @@ def test_numbers_by_hand() -> None:
 
 def test_questions_that_are_as_hard_as_one_another(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pool = write_number_pool(tmp_path / "pool.jsonl", {f"q{i}": [{"text": "", "answer": "1"}] * 4 for i in range(4)})
-    options: dict[str, Any] = {"estimator": ["agreeing_pairs"], "num_resamples": 5}
+    options: dict = {"estimator": ["agreeing_pairs"], "num_resamples": 5}
     found = run_evaluate_capability(str(pool), str(tmp_path / "out"), **options)
     assert found.constant is None
     assert json.loads((tmp_path / "out" / "capability.json").read_text())["comparison"]["constant"] is None
@@ -240,7 +239,7 @@ def test_a_probe_is_not_judged_by_its_own_questions(written: Path, tmp_path: Pat
         ({"calibration_split": "test"}, "calibration_split"),
     ],
 )
-def test_refusals(written: Path, tmp_path: Path, options: dict[str, Any], message: str) -> None:
+def test_refusals(written: Path, tmp_path: Path, options: dict, message: str) -> None:
     with pytest.raises(InputError, match=message):
         run_evaluate_capability(str(written / "store"), str(tmp_path / "out"), split="test", **options)
     assert not (tmp_path / "out").exists()

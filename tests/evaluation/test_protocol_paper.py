@@ -1,9 +1,7 @@
 """The published arithmetic: curves and tables of the reference system, number by number."""
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
+from support.house import Vectors
 from support.vote_cases import SCORE, entries_of_rows
 
 from selfcal_lightning.data.pools.recorded import RecordedPool
@@ -19,15 +17,15 @@ SIZE_CURVES = {
 }
 
 
-def pool_of(rows: list[dict[str, Any]]) -> RecordedPool:
+def pool_of(rows: list[dict]) -> RecordedPool:
     return RecordedPool(tuple(entries_of_rows(rows)))
 
 
-def by_method(rows: list[dict[str, Any]]) -> dict[str, PaperCurve]:
+def by_method(rows: list[dict]) -> dict[str, PaperCurve]:
     return {curve.method: curve for curve in paper_curves(pool_of(rows), SCORE)}
 
 
-def test_curves_of_the_reference(vectors: Callable[[str], dict[str, Any]]) -> None:
+def test_curves_of_the_reference(vectors: Vectors) -> None:
     cases = vectors("offline_analysis_curves")["cases"]
     assert cases
     for case in cases:
@@ -42,7 +40,7 @@ def test_curves_of_the_reference(vectors: Callable[[str], dict[str, Any]]) -> No
             assert curves[method].used.tolist() == pytest.approx(expected[name]["avg_used"], abs=1e-6)
 
 
-def test_windows_of_the_reference_up_to_the_one_that_it_gives_up(vectors: Callable[[str], dict[str, Any]]) -> None:
+def test_windows_of_the_reference_up_to_the_one_that_it_gives_up(vectors: Vectors) -> None:
     compared = 0
     for case in vectors("offline_analysis_curves")["cases"]:
         curve, expected = by_method(case["rows"])["ESC"], case["out"]["sliding_window_ESC"]
@@ -55,7 +53,7 @@ def test_windows_of_the_reference_up_to_the_one_that_it_gives_up(vectors: Callab
     assert compared >= 3
 
 
-def test_metric_table_of_the_reference(vectors: Callable[[str], dict[str, Any]]) -> None:
+def test_metric_table_of_the_reference(vectors: Vectors) -> None:
     for case in vectors("offline_analysis_curves")["cases"]:
         rows = metric_rows(list(by_method(case["rows"]).values()))
         for expected in case["out"]["metric_csv"]:
@@ -66,7 +64,7 @@ def test_metric_table_of_the_reference(vectors: Callable[[str], dict[str, Any]])
                     assert found[method] == pytest.approx(value, abs=1e-6), (case["name"], expected["X"], method)
 
 
-def test_aggregation_table_of_the_reference(vectors: Callable[[str], dict[str, Any]]) -> None:
+def test_aggregation_table_of_the_reference(vectors: Vectors) -> None:
     for case in vectors("offline_analysis_curves")["cases"]:
         lines = [line.split(",") for line in aggregation_csv(list(by_method(case["rows"]).values())).splitlines()]
         expected = case["out"]["aggregation_results_csv"]

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from support.fakes import FakeEngine, ReplyingEngine
@@ -252,7 +251,7 @@ def test_a_threshold_wants_responses_sampled_like_those_of_its_fit(
     ],
 )  # fmt: skip
 def test_the_last_scorer_is_read_where_a_confidence_is(
-    name: str | None, fields: dict[str, Any], with_scorer: bool, expected: object
+    name: str | None, fields: dict, with_scorer: bool, expected: object
 ) -> None:
     scorers: Sequence[Scaler] = [fit_scaler(random_pool(1), "platt", name="calm")] if with_scorer else []
     assert choose_strategy(name, fields, scorers=scorers) == expected

@@ -3,7 +3,6 @@
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -22,7 +21,7 @@ def test_files_of_questions(tmp_path: Path) -> None:
         ("line-3", "Two and two?", None),
     ]
     assert [message.role for message in found[0].messages] == ["system", "user"]
-    rows: list[dict[str, Any]] = [
+    rows: list[dict] = [
         {"question": "One?", "reference": 1.5},
         {"question": "B or C?", "task": "local_choice", "reference": "c", "id": "letter"},
         {"question": "Who?", "task": "local_text", "reference": ["The Beatles", "Fab Four"]},

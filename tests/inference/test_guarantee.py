@@ -14,7 +14,6 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -62,8 +61,8 @@ class Case:
     widths: tuple[int, ...] = (4,)
     delta: float = 0.1
     questions: int = 300
-    settings: dict[str, Any] = field(default_factory=dict)
-    options: dict[str, Any] = field(default_factory=dict)
+    settings: dict = field(default_factory=dict)
+    options: dict = field(default_factory=dict)
     scaled: bool = False
 
     def __str__(self) -> str:
@@ -216,7 +215,7 @@ def test_a_goal_without_a_guarantee_holds_where_it_says_and_only_there(goal: str
     """On the calibration questions the goal is met in every draw; on the population it is missed in many."""
     draw = np.random.default_rng(22)
     truths, missed, distances, num_draws = Truths(), 0, [], NUM_DRAWS // 4
-    options: dict[str, Any] = {goal: value, "split": None, "use_all": True}
+    options: dict = {goal: value, "split": None, "use_all": True}
     while len(distances) < num_draws:
         try:
             with handed(POPULATION.draw(120, (4,), draw)):

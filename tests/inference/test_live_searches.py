@@ -4,7 +4,6 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import pytest
 from support.reward_models import stand_in
@@ -30,7 +29,7 @@ from selfcal_lightning.rewards.formats import Score, reward_format
 from selfcal_lightning.rewards.reading import RewardFile, RewardReader, open_rewards
 from selfcal_lightning.rewards.search import BeamSearch, DiverseTreeSearch, ParticleFiltering
 
-COMMANDS: dict[str, dict[str, Any]] = {
+COMMANDS: dict[str, dict] = {
     "beam_search": {"width": 4, "keep": 2, "duplicates": "keep", "lookahead": 1},
     "diverse_tree_search": {"width": 4, "trees": 2},
     "particle_filtering": {"particles": 2},
@@ -94,7 +93,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Engine]]:
     engines: list[Engine] = []
     ends = []
 
-    def open_once(*arguments: Any, **options: Any) -> Engine:
+    def open_once(*arguments: object, **options: object) -> Engine:
         if not engines:
             engines.append(open_engine(*arguments, **options))
             ends.append(engines[0].close)
@@ -123,7 +122,7 @@ def test_vllm_searches_as_transformers_does(
         "vllm": ["--engine.name", "vllm", "--engine.dtype", "float32", "--engine.engine_args", args],
         "transformers": ["--engine.dtype", "float32"],
     }
-    found: dict[str, list[list[dict[str, Any]]]] = {}
+    found: dict[str, list[list[dict]]] = {}
     for engine, options in engines.items():
         with pytest.MonkeyPatch.context() as patch:
             if engine == "transformers":
@@ -178,7 +177,7 @@ def questions(tmp_path: Path) -> str:
     ("early_stopping", {"threshold": 0.0}), ("best_of_n", {}), ("cisc", {"confidence": "prm_lower"}),
 ])  # fmt: skip
 def test_strategies_read_a_reward_model_live(
-    strategy: str, options: dict[str, Any], reward: str, questions: str, tiny_model: str,
+    strategy: str, options: dict, reward: str, questions: str, tiny_model: str,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     fields = {"confidence": "prm", "max_samples": 2, **options}

@@ -2,7 +2,6 @@
 
 import math
 from math import comb
-from typing import Any
 
 import numpy as np
 import pytest
@@ -91,7 +90,7 @@ def _slack(num_sets: int) -> float:
 )
 def test_the_stated_error_level_holds(procedure: str, num_sets: int) -> None:
     draw = np.random.default_rng(7)
-    settings: dict[str, Any] = {
+    settings: dict = {
         "ten_starts": {"num_starts": 10},
         "bonferroni": {"procedure": "bonferroni"},
         "hoeffding_bentkus": {"test": "hoeffding_bentkus"},
@@ -206,6 +205,6 @@ def test_guided_grid_begins_where_the_case_is_clearest() -> None:
         ({"num_starts": 0}, "`num_starts` .* 0"),
     ],
 )
-def test_bad_arguments_are_refused(changes: dict[str, Any], message: str) -> None:
+def test_bad_arguments_are_refused(changes: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         certify_threshold(**{"confidence": [0.5], "loss": [0.0], "grid": [0.5], "risk": 0.1, **changes})

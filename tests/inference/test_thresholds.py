@@ -5,7 +5,7 @@ import random
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -206,7 +206,7 @@ def test_another_strategy_is_refused() -> None:
         ((replace(SIX, confidence="verbalized"), calibrated_pool(3), "budget", 1.0), "--estimator verbalized"),
     ],
 )
-def test_bad_input_is_refused(arguments: tuple[Any, ...], message: str) -> None:
+def test_bad_input_is_refused(arguments: tuple, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         fit_goal_threshold(*arguments)
 

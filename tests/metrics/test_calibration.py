@@ -1,6 +1,5 @@
 import itertools
 import math
-from typing import Any
 
 import numpy as np
 import pytest
@@ -119,9 +118,7 @@ def test_tensors_and_sequences_give_the_same(dtype: torch.dtype) -> None:
         ([0.5], [True], {"num_bins": 0}, "`num_bins` .* got 0"),
     ],
 )
-def test_wrong_arguments_are_named(
-    confidence: list[Any], correct: list[Any], options: dict[str, Any], message: str
-) -> None:
+def test_wrong_arguments_are_named(confidence: list, correct: list, options: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         expected_calibration_error(confidence, correct, **options)
     assert expected_calibration_error([], []) is None

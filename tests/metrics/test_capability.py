@@ -2,7 +2,6 @@ import itertools
 import math
 from collections.abc import Callable
 from fractions import Fraction
-from typing import Any
 
 import numpy as np
 import pytest
@@ -123,7 +122,7 @@ def test_agreeing_pairs_equal_all_pairs(answers: list[str | None]) -> None:
         ),
     ],
 )
-def test_wrong_arguments_are_named(function: Callable[..., Any], arguments: tuple[Any, ...], message: str) -> None:
+def test_wrong_arguments_are_named(function: Callable, arguments: tuple, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         function(*arguments)
 
@@ -184,7 +183,7 @@ def test_nothing_gives_none() -> None:
     assert skill([0.1, 0.9], [2, 2], 4) is None  # the capabilities do not differ
 
 
-def test_values_equal_the_vectors(vectors: Callable[[str], dict[str, Any]]) -> None:
+def test_values_equal_the_vectors(vectors: Vectors) -> None:
     for case in vectors("metric_diff")["cases"]:
         found, out = target_gap(case["response"], case["capability"]), case["out"]
         assert found is not None
@@ -216,7 +215,7 @@ def _questions() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return torch.tensor(predicted), torch.tensor(generator.binomial(samples, truth)), torch.tensor(samples)
 
 
-def _computed(*columns: torch.Tensor, step: int = 90, **options: Any) -> dict[str, float]:
+def _computed(*columns: torch.Tensor, step: int = 90, **options: object) -> dict[str, float]:
     metric = CapabilityMetrics(**options)
     for start in range(0, len(columns[0]), step):
         metric.update(*(column[start : start + step] for column in columns))

@@ -1,6 +1,5 @@
 import itertools
 import math
-from typing import Any
 
 import numpy as np
 import pytest
@@ -81,7 +80,7 @@ def _reference_loop_groups(values: list[float], window: int) -> list[float]:
     return [sum(values[at : at + size]) / size for at in range(len(values) - size + 1)]
 
 
-def _response(vectors: Vectors) -> tuple[dict[str, Any], Tensor, Tensor]:
+def _response(vectors: Vectors) -> tuple[dict, Tensor, Tensor]:
     """Return the recorded response with the logits that predict its tokens and the tokens."""
     case = vectors("ttt_step_confidence")["cases"][0]
     logits = torch.tensor(case["logits_full_sequence"]).double()

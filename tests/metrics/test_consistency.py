@@ -1,6 +1,5 @@
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
@@ -96,7 +95,7 @@ def test_soft_self_consistency_equals_naive_loops(pool: list[tuple[str | None, f
 
 @pytest.mark.parametrize("function", [soft_self_consistency, leave_one_out])
 @pytest.mark.parametrize("confidences", [[-0.1], [float("nan")], [float("inf")], [0.1, 0.2]])
-def test_impossible_confidences_are_refused(function: Callable[..., Any], confidences: list[float]) -> None:
+def test_impossible_confidences_are_refused(function: Callable, confidences: list[float]) -> None:
     with pytest.raises(ValueError, match="`confidences`"):
         function(["a"], confidences)
 

@@ -1,5 +1,4 @@
 from itertools import pairwise, permutations
-from typing import Any
 
 import numpy as np
 import pytest
@@ -124,7 +123,7 @@ def test_scores_need_be_no_probabilities() -> None:
     ("correct", "message"),
     [([True, None], "Expected `correct` to be known"), ([0.5, 1.0], "Expected `correct` to hold 0 or 1 only")],
 )
-def test_labels_must_be_known(correct: list[Any], message: str) -> None:
+def test_labels_must_be_known(correct: list, message: str) -> None:
     for function in (auroc, aurc, roc_curve):
         with pytest.raises(ValueError, match=message):
             function([0.1, 0.2], correct)

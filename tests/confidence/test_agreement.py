@@ -12,14 +12,7 @@ from support.strategy_pools import make_entry
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import BertConfig, BertForSequenceClassification, PreTrainedTokenizerFast
 
-from selfcal_lightning.confidence.agreement import (
-    Cocoa,
-    EntailmentModel,
-    SemanticEntropy,
-    SemanticShare,
-    hybrid,
-    meaning_clusters,
-)
+from selfcal_lightning.confidence import agreement
 from selfcal_lightning.confidence.base import STORED
 from selfcal_lightning.confidence.estimators import ResponseConsistency
 from selfcal_lightning.confidence.registry import ESTIMATORS, estimator_settings
@@ -45,9 +38,9 @@ def pool(answers: list[str | None], logprobs: list[list[float]] | None = None) -
     ],
 )
 def test_semantic_entropy_is_that_of_uqlm(answers: list[str | None], negentropy: float) -> None:
-    (found,) = SemanticEntropy().score(pool(answers))
+    (found,) = agreement.SemanticEntropy().score(pool(answers))
     assert found == pytest.approx([negentropy] * len(answers), abs=1e-12)
-    (shares,) = SemanticShare().score(pool(answers))
+    (shares,) = agreement.SemanticShare().score(pool(answers))
     assert shares == [answers.count(answer) / len(answers) for answer in answers]
 
 
@@ -59,20 +52,22 @@ def test_semantic_entropy_is_that_of_uqlm(answers: list[str | None], negentropy:
     ],
 )
 def test_cocoa_is_that_of_lm_polygraph(others: list[str], tokens: list[float], uncertainty: float) -> None:
-    (found,) = Cocoa().score(pool(["7", *others], [tokens, [-1.0], [-1.0], [-1.0]]))
+    (found,) = agreement.Cocoa().score(pool(["7", *others], [tokens, [-1.0], [-1.0], [-1.0]]))
     assert found[0] == pytest.approx(-uncertainty)
 
 
 def test_unreadable_and_lone_responses_have_no_agreement() -> None:
-    assert SemanticShare().score(pool([None, "7"])) == [[None, 0.5]]
-    assert SemanticEntropy().score(pool([None, None])) == [[pytest.approx(0.0)] * 2]
-    assert SemanticEntropy().score(pool(["7"])) == Cocoa().score(pool(["7"])) == [[None]]
+    assert agreement.SemanticShare().score(pool([None, "7"])) == [[None, 0.5]]
+    assert agreement.SemanticEntropy().score(pool([None, None])) == [[pytest.approx(0.0)] * 2]
+    assert agreement.SemanticEntropy().score(pool(["7"])) == agreement.Cocoa().score(pool(["7"])) == [[None]]
     (entry,) = pool(["7", "7", "8", "9"])
     entry = replace(entry, samples=tuple(replace(s, text=s.text if s.index < 2 else " ") for s in entry.samples))
-    found = [kind(entailment=lambda pairs: [True] * len(pairs)).score([entry])[0] for kind in (SemanticShare, Cocoa)]
+    found = [
+        kind(entailment=lambda pairs: [True] * len(pairs)).score([entry])[0]
+        for kind in (agreement.SemanticShare, agreement.Cocoa)
+    ]
     assert found == [[0.5, 0.5, None, None], [pytest.approx(-0.5 * 2 / 3)] * 2 + [None] * 2]
-    assert hybrid(["7", "7", "8"], [0.8, 0.6, 1.0]) == [0.85, 0.55, 0.75]
-    assert hybrid(["7"], [0.9]) == hybrid([None, "7"], [0.9, None])[:1] == [None]
+    assert agreement.hybrid(["7"], [0.9]) == agreement.hybrid([None, "7"], [0.9, None])[:1] == [None]
 
 
 def test_meanings_are_compared_both_ways_with_the_first_of_each_cluster() -> None:
@@ -84,7 +79,7 @@ def test_meanings_are_compared_both_ways_with_the_first_of_each_cluster() -> Non
         return [pair in follows for pair in pairs]
 
     texts = ["Paris", "France", "the capital", "Paris", "France"]
-    assert meaning_clusters(texts, entails) == [0, 1, 0, 0, 1]
+    assert agreement.meaning_clusters(texts, entails) == [0, 1, 0, 0, 1]
     assert len(asked) == 2 + 4  # "the capital" with two clusters; equal texts are not asked about
 
 
@@ -116,12 +111,12 @@ def test_the_entailment_label_is_found_by_name(tmp_path: Path) -> None:
     found = []
     for place, order in enumerate(([0, 1, 2], [2, 0, 1])):
         make_classifier(tmp_path / str(place), names, order)
-        found.append(EntailmentModel(str(tmp_path / str(place)))(pairs))
+        found.append(agreement.EntailmentModel(str(tmp_path / str(place)))(pairs))
     assert found[0] == found[1]
     assert 0 < sum(found[0]) < len(pairs)
     make_classifier(tmp_path / "none", ["no", "yes", "perhaps"], [0, 1, 2])
     with pytest.raises(InputError, match=r"none.*entailment.*perhaps"):
-        EntailmentModel(str(tmp_path / "none"))
+        agreement.EntailmentModel(str(tmp_path / "none"))
 
 
 def entry_of(answers: list[str | None], name: str = "q") -> Any:

@@ -12,17 +12,10 @@ import pytest
 from sklearn.calibration import _SigmoidCalibration
 from support.strategy_pools import make_entry, with_samples
 
+from selfcal_lightning.confidence import scaling
 from selfcal_lightning.confidence.base import add_scores, split_hash
 from selfcal_lightning.confidence.fusion import load_scorer, load_scorers
 from selfcal_lightning.confidence.registry import RecordedConfidence
-from selfcal_lightning.confidence.scaling import (
-    SCALER_KINDS,
-    IsotonicMap,
-    PlattMap,
-    ScalerKind,
-    TemperatureMap,
-    fit_scaler,
-)
 from selfcal_lightning.confidence.splits import check_not_fitted_on, split_in_halves
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.core.files import sealed
@@ -53,7 +46,7 @@ def test_isotonic_gives_the_references_values(vectors: Callable[[str], dict[str,
     cases = vectors("isotonic_posthoc")["cases"]
     assert cases
     for case in cases:
-        map_ = IsotonicMap.fit(np.array(case["x_val"]), np.array(case["y_val"]))
+        map_ = scaling.IsotonicMap.fit(np.array(case["x_val"]), np.array(case["y_val"]))
         assert map_.transform(np.array(case["x_test"])) == pytest.approx(case["out"], abs=1e-6)
 
 
@@ -65,7 +58,7 @@ def test_temperature_has_the_least_cross_entropy_of_a_fine_grid() -> None:
         z = logits / temperature
         return float(np.mean(np.logaddexp(0.0, z) - correct * z))
 
-    found = TemperatureMap.fit(confidence, correct).temperature
+    found = scaling.TemperatureMap.fit(confidence, correct).temperature
     best = min(np.arange(0.5, 8.0, 0.01), key=cross_entropy)
     assert found == pytest.approx(best, abs=0.011)
     assert found == pytest.approx(3.0, abs=0.8)  # the pool was made with 3
@@ -75,7 +68,7 @@ def test_temperature_has_the_least_cross_entropy_of_a_fine_grid() -> None:
 @pytest.mark.parametrize(("correct", "temperature"), [([0, 0, 1, 1], 100.0), ([1, 1, 0, 0], 0.01)])
 def test_temperature_stops_at_its_ends(correct: list[int], temperature: float) -> None:
     """A confidence that is upside down says .5 at last; one that is never wrong says 0 and 1."""
-    map_ = TemperatureMap.fit(np.array([0.9, 0.8, 0.2, 0.1]), np.array(correct, dtype=float))
+    map_ = scaling.TemperatureMap.fit(np.array([0.9, 0.8, 0.2, 0.1]), np.array(correct, dtype=float))
     assert map_.temperature == temperature
 
 
@@ -84,15 +77,15 @@ def test_platt_equals_scikit_learns(takes_logit: bool) -> None:
     confidence, correct = columns_of(overconfident_pool())
     x = np.log(confidence) - np.log1p(-confidence) if takes_logit else confidence
     reference = _SigmoidCalibration().fit(x, correct)
-    found = PlattMap.fit(confidence, correct, takes_logit=takes_logit).transform(confidence)
+    found = scaling.PlattMap.fit(confidence, correct, takes_logit=takes_logit).transform(confidence)
     assert found == pytest.approx(reference.predict(x), abs=2e-5)
 
 
 def test_platt_is_finite_where_labels_are_all_one_or_perfectly_separated() -> None:
     values = np.array([-3.0, -2.0, 2.0, 3.0])
-    same = PlattMap.fit(values, np.ones(4), takes_logit=False)
+    same = scaling.PlattMap.fit(values, np.ones(4), takes_logit=False)
     assert same.transform(values) == pytest.approx(np.full(4, 5.0 / 6.0), abs=1e-6)  # (4 + 1) / (4 + 2)
-    apart = PlattMap.fit(values, np.array([0.0, 0.0, 1.0, 1.0]), takes_logit=False)
+    apart = scaling.PlattMap.fit(values, np.array([0.0, 0.0, 1.0, 1.0]), takes_logit=False)
     # Platt's targets are 3/4 and 1/4; symmetric scores make p(x) + p(-x) = 1.
     assert apart.intercept == pytest.approx(0.0, abs=1e-6)
     assert 0.0 < apart.slope < 2.0
@@ -105,7 +98,7 @@ def test_a_constant_confidence_scales_to_the_share_of_right_responses(
 ) -> None:
     """Rounding moves the mean of some constants off them, which is no variation to fit a slope to."""
     correct = np.array([1.0, 1.0, 0.0, 0.0, 0.0, 0.0] * repeats)
-    map_ = PlattMap.fit(np.full(len(correct), constant), correct, takes_logit=takes_logit)
+    map_ = scaling.PlattMap.fit(np.full(len(correct), constant), correct, takes_logit=takes_logit)
     right, wrong = 2 * repeats, 4 * repeats
     share = (right * (right + 1) / (right + 2) + wrong / (wrong + 2)) / len(correct)  # of Platt's targets
     assert map_.transform(np.array([constant, constant + 0.05])) == pytest.approx(np.full(2, share), abs=1e-6)
@@ -113,7 +106,7 @@ def test_a_constant_confidence_scales_to_the_share_of_right_responses(
 
 @pytest.mark.parametrize("kind", ["temperature", "platt", "isotonic"])
 def test_scaler_repairs_calibration_on_other_questions_and_survives_its_file(kind: Any, tmp_path: Path) -> None:
-    scaler = fit_scaler(overconfident_pool(200), kind, held_out=overconfident_pool(200, prefix="new", seed=1))
+    scaler = scaling.fit_scaler(overconfident_pool(200), kind, held_out=overconfident_pool(200, prefix="new", seed=1))
     assert scaler.held_out_before is not None
     assert scaler.held_out_after is not None
     assert scaler.held_out_before.ece > 0.12  # type: ignore[operator]
@@ -132,10 +125,10 @@ def test_scaler_repairs_calibration_on_other_questions_and_survives_its_file(kin
     assert content["fitted_on"]["num_responses"] == 1600
 
 
-@pytest.mark.parametrize("kind", SCALER_KINDS)
-def test_scaler_scores_a_sample_like_its_map(kind: ScalerKind) -> None:
+@pytest.mark.parametrize("kind", scaling.SCALER_KINDS)
+def test_scaler_scores_a_sample_like_its_map(kind: scaling.ScalerKind) -> None:
     pool = overconfident_pool(20)
-    scaler = fit_scaler(pool, kind, name="scaled")
+    scaler = scaling.fit_scaler(pool, kind, name="scaled")
     confidence, _ = columns_of(pool)
     found = [add_scores(sample, [scaler]).confidences["scaled"] for entry in pool for sample in entry.samples]
     assert found == pytest.approx(scaler.map.transform(confidence).tolist(), abs=1e-12)
@@ -156,25 +149,25 @@ def test_scores_that_are_no_probability_scale_without_a_logit(source: str, known
     pool = with_samples(
         overconfident_pool(20), lambda s: replace(s, confidences={"coe_c": s.p_true, "shape": s.p_true})
     )
-    scaler = fit_scaler(pool, "platt", source=source, known=known)
-    assert isinstance(scaler.map, PlattMap)
+    scaler = scaling.fit_scaler(pool, "platt", source=source, known=known)
+    assert isinstance(scaler.map, scaling.PlattMap)
     assert not scaler.map.takes_logit
     assert scaler.before.ece is None
     assert scaler.after.ece is not None
     with pytest.raises(ValueError, match=f"'{source}'"):
-        fit_scaler(pool, "temperature", source=source, known=known)
-    assert fit_scaler(pool, "platt", source="shape", name="mine").map.takes_logit  # type: ignore[union-attr]
+        scaling.fit_scaler(pool, "temperature", source=source, known=known)
+    assert scaling.fit_scaler(pool, "platt", source="shape", name="mine").map.takes_logit  # type: ignore[union-attr]
 
 
 def test_unreadable_counts_as_wrong_and_missing_is_left_out() -> None:
     pool = [make_entry(["a", None, "a"], [0.5, 0.5, None], name="x"), make_entry(["a", "b"], [0.5, 0.5], name="y")]
-    scaler = fit_scaler(pool, "isotonic")
+    scaler = scaling.fit_scaler(pool, "isotonic")
     # Of the four responses with P(True) .5, two are right; the unreadable one is not.
-    assert scaler.map == IsotonicMap((0.5,), (0.5,))
+    assert scaler.map == scaling.IsotonicMap((0.5,), (0.5,))
     assert (scaler.fitted_on.num_responses, scaler.fitted_on.num_left_out) == (4, 1)
     failed = replace(pool[1].samples[0], answer=None, correct=None, yes_mass=None, no_mass=None, confidences={})
     known = replace(pool[1], samples=(*pool[1].samples, failed))
-    assert fit_scaler([pool[0], known], "isotonic").map == scaler.map
+    assert scaling.fit_scaler([pool[0], known], "isotonic").map == scaler.map
 
 
 @pytest.mark.parametrize(
@@ -192,12 +185,15 @@ def test_unreadable_counts_as_wrong_and_missing_is_left_out() -> None:
         ),
         ({"pool": [make_entry([None], [None])]}, "'p_true' to fit on, but got none"),
         ({"pool": [make_entry([None], [None])], "kind": "temperature"}, "'p_true' to fit on, but got none"),
-        *(({"pool": [make_entry(["a"] * 2, [0.5, 0.9])], "kind": kind}, "but all 2 are 1") for kind in SCALER_KINDS),
+        *(
+            ({"pool": [make_entry(["a"] * 2, [0.5, 0.9])], "kind": kind}, "but all 2 are 1")
+            for kind in scaling.SCALER_KINDS
+        ),
     ],
 )
 def test_what_cannot_be_fitted_says_why(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        fit_scaler(**{"pool": overconfident_pool(5), "kind": "platt", **options})
+        scaling.fit_scaler(**{"pool": overconfident_pool(5), "kind": "platt", **options})
 
 
 @pytest.mark.parametrize(
@@ -213,7 +209,7 @@ def test_what_cannot_be_fitted_says_why(options: dict[str, Any], message: str) -
 )
 def test_a_file_that_is_not_whole_is_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:
     path = tmp_path / "scaler.json"
-    fit_scaler(overconfident_pool(5), "temperature").save(path)
+    scaling.fit_scaler(overconfident_pool(5), "temperature").save(path)
     path.write_bytes(sealed(json.loads(path.read_text()) | change))
     with pytest.raises(ValueError, match=message):
         load_scorer(path)
@@ -221,7 +217,7 @@ def test_a_file_that_is_not_whole_is_refused(change: dict[str, Any], message: st
 
 def test_an_edited_slope_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "scaler.json"
-    fit_scaler(overconfident_pool(5), "platt").save(path)
+    scaling.fit_scaler(overconfident_pool(5), "platt").save(path)
     content = json.loads(path.read_text())
     content["parameters"]["slope"] *= -1
     path.write_text(json.dumps(content))
@@ -240,9 +236,9 @@ def test_what_is_no_object_is_refused(text: str, tmp_path: Path) -> None:
 
 def test_scorers_stand_in_the_order_of_computation(tmp_path: Path) -> None:
     pool = overconfident_pool(20)
-    first = fit_scaler(pool, "platt", name="scaled")
+    first = scaling.fit_scaler(pool, "platt", name="scaled")
     scored = with_samples(pool, lambda s: add_scores(s, [first]))
-    second = fit_scaler(scored, "isotonic", source="scaled", name="twice")
+    second = scaling.fit_scaler(scored, "isotonic", source="scaled", name="twice")
     paths = [tmp_path / "first.json", tmp_path / "second.json"]
     for scaler, path in zip((first, second), paths, strict=True):
         scaler.save(path)
@@ -254,7 +250,7 @@ def test_scorers_stand_in_the_order_of_computation(tmp_path: Path) -> None:
 
 
 def test_overlap_with_the_fitting_split_is_found_question_by_question() -> None:
-    scaler = fit_scaler(overconfident_pool(10), "platt")
+    scaler = scaling.fit_scaler(overconfident_pool(10), "platt")
     check_not_fitted_on(overconfident_pool(10, prefix="new"), scaler)
     check_not_fitted_on([], [scaler])
     with pytest.raises(ValueError, match=r"'p_true_platt' was not fitted on, but got 1 of 2 .* such as 'q9'"):
@@ -279,4 +275,4 @@ def test_infinite_confidences_are_unknown() -> None:
     sample = replace(entry.samples[0], confidences={"odd": math.inf})
     pool = [*overconfident_pool(5), replace(entry, samples=(sample,))]
     scored = with_samples(pool, lambda s: replace(s, confidences={"odd": -1.0, **s.confidences}))
-    assert fit_scaler(scored, "isotonic", source="odd").fitted_on.num_left_out == 1
+    assert scaling.fit_scaler(scored, "isotonic", source="odd").fitted_on.num_left_out == 1

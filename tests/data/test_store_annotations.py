@@ -10,14 +10,7 @@ from support.fakes import fake_questions
 from support.store_samples import make_store, write
 
 from selfcal_lightning.core.errors import InputError
-from selfcal_lightning.data.store import manifest
-from selfcal_lightning.data.store.annotations import (
-    Annotation,
-    QuestionAnnotation,
-    annotation_names,
-    question_annotation_names,
-    question_values,
-)
+from selfcal_lightning.data.store import annotations, manifest
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.data.store.shards import SampleIndex, StoreCorruptError
 
@@ -36,8 +29,8 @@ def store(tmp_path: Path) -> SampleStore:
 
 def annotate(
     store: SampleStore, index: SampleIndex, values: Any, *, run: str = "run", parts: int = 1, **settings: Any
-) -> Annotation:
-    annotation = Annotation(store.path, "later")
+) -> annotations.Annotation:
+    annotation = annotations.Annotation(store.path, "later")
     names = [f"rank-{rank}-of-{parts}" for rank in range(parts)]
     for rank, name in enumerate(names):
         mine = np.arange(len(index)) % parts == rank
@@ -59,7 +52,7 @@ def test_values_come_back_at_their_rows(store: SampleStore, parts: int) -> None:
     assert read(store, split="validation") == values[index.split == "validation"].tolist()
     assert annotation.record.rows == 20
     assert [part.details["by"] for part in annotation.record.parts] == ["run"] * parts
-    assert annotation_names(store.path) == ["later"]
+    assert annotations.annotation_names(store.path) == ["later"]
     samples = [s for group in store.samples(confidences=["later"]) for s in group.samples]
     assert [sample.confidences["later"] for sample in samples] == values.tolist()
     assert samples[2].confidences["length"] == 2 / 8
@@ -101,7 +94,7 @@ def test_another_origin_is_refused_or_takes_the_place_of_all(store: SampleStore)
     other = {**ORIGIN, "model": {"sha256": "b"}}
     message = r"model\.sha256: 'a' in the store, 'b' now\. Set `overwrite`"
     with pytest.raises(ValueError, match=message):
-        Annotation(store.path, "later").check_origin(other)
+        annotations.Annotation(store.path, "later").check_origin(other)
     with pytest.raises(ValueError, match=message):
         annotate(store, store.index(), np.full(20, 0.7), run="other", origin=other)
     assert read(store) == [0.1] * 20
@@ -112,7 +105,7 @@ def test_another_origin_is_refused_or_takes_the_place_of_all(store: SampleStore)
 
 
 def test_nothing_shows_before_it_is_published(store: SampleStore) -> None:
-    index, annotation = store.index(), Annotation(store.path, "later")
+    index, annotation = store.index(), annotations.Annotation(store.path, "later")
     annotation.write_part("run", "rank-0-of-2", index, np.full(20, 0.1), store.manifest.shards)
     with pytest.raises(ValueError, match=r"got 'later'; it has \[\]"):
         store.index(confidences=["later"])
@@ -150,10 +143,10 @@ def test_damage_and_mistakes_are_named(store: SampleStore) -> None:
         read(store)
     for name in ("../escape", "", "a/b"):
         with pytest.raises(ValueError, match="Expected `name` to be letters"):
-            Annotation(store.path, name)
+            annotations.Annotation(store.path, name)
     with pytest.raises(ValueError, match="finite values"):
         annotation.write_part("run", "part", index, np.full(20, np.inf), store.manifest.shards)
-    own = Annotation(store.path, "length")
+    own = annotations.Annotation(store.path, "length")
     own.write_part("run", "part", index, np.full(20, 0.1), store.manifest.shards)
     own.publish("run", ["part"], origin=ORIGIN, details={})
     with pytest.raises(ValueError, match="'length' to be an annotation only"):
@@ -164,28 +157,30 @@ PROBE = {"estimator": "probe", "states": {"levels": [0, 1]}}
 
 
 def test_values_are_added_and_found_by_question_and_content(tmp_path: Path) -> None:
-    annotation = QuestionAnnotation(tmp_path, "probe")
+    annotation = annotations.QuestionAnnotation(tmp_path, "probe")
     assert annotation.record is None
     annotation.write({("a", "1"): 0.25, ("b", "1"): None}, origin=PROBE)
     annotation.write({("b", "1"): 0.5, ("c", "1"): 0.75}, origin=PROBE)
     keys = [("c", "1"), ("a", "1"), ("b", "1"), ("a", "2"), ("d", "1")]
-    assert question_values(tmp_path, "probe", keys) == [0.75, 0.25, 0.5, None, None], "another content has none"
-    assert question_annotation_names(tmp_path) == ["probe"]
+    assert annotations.question_values(tmp_path, "probe", keys) == [0.75, 0.25, 0.5, None, None], (
+        "another content has none"
+    )
+    assert annotations.question_annotation_names(tmp_path) == ["probe"]
 
 
 def test_another_origin_is_refused_or_replaces_all(tmp_path: Path) -> None:
-    annotation = QuestionAnnotation(tmp_path, "probe")
+    annotation = annotations.QuestionAnnotation(tmp_path, "probe")
     annotation.write({("a", "1"): 0.25}, origin=PROBE)
     other = {**PROBE, "states": {"levels": [2]}}
     with pytest.raises(InputError, match=r"states.levels: \[0, 1\] in the store, \[2\] now"):
         annotation.write({("b", "1"): 0.5}, origin=other)
     annotation.write({("b", "1"): 0.5}, origin=other, overwrite=True)
-    assert question_values(tmp_path, "probe", [("a", "1"), ("b", "1")]) == [None, 0.5]
+    assert annotations.question_values(tmp_path, "probe", [("a", "1"), ("b", "1")]) == [None, 0.5]
 
 
 def test_writers_at_one_time_keep_each_others_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def add(name: str) -> None:
-        QuestionAnnotation(tmp_path, "probe").write({(name, "1"): 0.5}, origin=PROBE)
+        annotations.QuestionAnnotation(tmp_path, "probe").write({(name, "1"): 0.5}, origin=PROBE)
 
     second, write_record = Thread(target=add, args=("b",)), manifest.write_record
 
@@ -198,23 +193,23 @@ def test_writers_at_one_time_keep_each_others_values(tmp_path: Path, monkeypatch
     monkeypatch.setattr(manifest, "write_record", write_late)
     add("a")
     second.join()
-    assert question_values(tmp_path, "probe", [("a", "1"), ("b", "1")]) == [0.5, 0.5]
+    assert annotations.question_values(tmp_path, "probe", [("a", "1"), ("b", "1")]) == [0.5, 0.5]
 
 
 def test_bad_names_and_values(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="`name` to be letters"):
-        QuestionAnnotation(tmp_path, "../probe")
+        annotations.QuestionAnnotation(tmp_path, "../probe")
     with pytest.raises(InputError, match="finite or None, but got another for 'a'"):
-        QuestionAnnotation(tmp_path, "probe").write({("a", "1"): float("nan")}, origin=PROBE)
+        annotations.QuestionAnnotation(tmp_path, "probe").write({("a", "1"): float("nan")}, origin=PROBE)
     with pytest.raises(InputError, match=r"Expected 'probe' to be a value of the questions .* but got none at all"):
-        question_values(tmp_path, "probe", [])
+        annotations.question_values(tmp_path, "probe", [])
 
 
 def test_a_changed_file_is_noticed(tmp_path: Path) -> None:
-    QuestionAnnotation(tmp_path, "probe").write({("a", "1"): 0.25}, origin=PROBE)
+    annotations.QuestionAnnotation(tmp_path, "probe").write({("a", "1"): 0.25}, origin=PROBE)
     (file,) = tmp_path.rglob("question_values.json")
     content = json.loads(file.read_text())
     content["values"][0][2] = 0.75
     file.write_text(json.dumps(content))
     with pytest.raises(StoreCorruptError, match="run `selfcal score-questions` again"):
-        question_values(tmp_path, "probe", [("a", "1")])
+        annotations.question_values(tmp_path, "probe", [("a", "1")])

@@ -7,14 +7,7 @@ from pathlib import Path
 import pytest
 from support.strategy_pools import make_entry
 
-from selfcal_lightning.adaptation.evaluation import (
-    Change,
-    SampledSet,
-    adaptation_markdown,
-    change_cell,
-    compare_set,
-    verdict,
-)
+from selfcal_lightning.adaptation import evaluation
 from selfcal_lightning.adaptation.monitors import collapse, round_monitors
 from selfcal_lightning.adaptation.runs import Evaluation, QuestionSlice, load_sets
 from selfcal_lightning.core.errors import InputError
@@ -25,10 +18,10 @@ from selfcal_lightning.models.folders import resolve_model
 from selfcal_lightning.records import SamplingSettings
 
 
-def sampled(*answers: Sequence[str | None], yes: float = 0.5) -> SampledSet:
+def sampled(*answers: Sequence[str | None], yes: float = 0.5) -> evaluation.SampledSet:
     """Questions whose right answer is 7."""
     rows = enumerate(answers)
-    return SampledSet(
+    return evaluation.SampledSet(
         tuple(make_entry(group, [yes] * len(group), gold="7", name=f"q{number}") for number, group in rows)
     )
 
@@ -49,7 +42,7 @@ def test_a_comparison_holds_both_models_and_says_what_it_comes_to() -> None:
     base = sampled(*[["7", "8"]] * 6, yes=0.9)
     adapted = sampled(*[["7", "7"]] * 6, yes=0.9)
     greedy, better = sampled(*[["8"]] * 6), sampled(*[["7"]] * 6)
-    found = compare_set(
+    found = evaluation.compare_set(
         "inductive", base=base, adapted=adapted, base_greedy=greedy, adapted_greedy=better,
         others={"temperature 1": base}, equal_tokens=base,
     )  # fmt: skip
@@ -59,25 +52,29 @@ def test_a_comparison_holds_both_models_and_says_what_it_comes_to() -> None:
     assert found.changes["pass@2"].difference.value == 0.0
     assert found.changes["ece"].before == pytest.approx(0.4, abs=0.02)
     assert found.verdict == "a gain of pass@1 beyond the base model's greedy response"
-    text = adaptation_markdown([found])
+    text = evaluation.adaptation_markdown([found])
     assert "| inductive (6) | adapted | 1.000 | 1.000 |" in text
     assert "**+0.500 [+0.500, +0.500]**" in text
-    sharpened = compare_set(
+    sharpened = evaluation.compare_set(
         "inductive", base=base, adapted=adapted, base_greedy=better, adapted_greedy=better, others={}
     )
     assert sharpened.verdict.startswith("sharpening")
     with pytest.raises(InputError, match="the same questions"):
-        compare_set("x", base=base, adapted=sampled(["7"]), base_greedy=greedy, adapted_greedy=better, others={})
+        evaluation.compare_set(
+            "x", base=base, adapted=sampled(["7"]), base_greedy=greedy, adapted_greedy=better, others={}
+        )
 
 
 def test_a_change_that_rounds_to_zero_has_no_minus() -> None:
-    assert change_cell(Change(0.5, 0.5, Estimate(-1e-9, -0.0004, 0.1))) == "+0.000 [+0.000, +0.100]"
+    assert (
+        evaluation.change_cell(evaluation.Change(0.5, 0.5, Estimate(-1e-9, -0.0004, 0.1))) == "+0.000 [+0.000, +0.100]"
+    )
 
 
 def test_a_change_within_its_interval_is_no_gain() -> None:
     unsure, worse = Estimate(0.1, -0.1, 0.2), Estimate(-0.2, -0.3, -0.1)
-    assert verdict({"pass@1": Change(0.5, 0.6, unsure)}) == "no gain of pass@1 is shown"
-    assert verdict({"pass@1": Change(0.5, 0.3, worse)}) == "a loss of pass@1"
+    assert evaluation.verdict({"pass@1": evaluation.Change(0.5, 0.6, unsure)}) == "no gain of pass@1 is shown"
+    assert evaluation.verdict({"pass@1": evaluation.Change(0.5, 0.3, worse)}) == "a loss of pass@1"
 
 
 def test_sets_must_not_share_questions() -> None:

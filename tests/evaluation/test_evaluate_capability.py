@@ -9,16 +9,8 @@ import pytest
 from support.capability_pools import capability_store
 from support.number_pools import write_number_pool
 
+from selfcal_lightning.capability import evaluation
 from selfcal_lightning.capability.budgets import compare_budgets, compare_mixing, pass_at_k_curves
-from selfcal_lightning.capability.evaluation import (
-    ORACLE,
-    TestQuestions,
-    compare_abstention,
-    compare_estimators,
-    decompose_errors,
-    decomposition_figure,
-    test_questions,
-)
 from selfcal_lightning.capability.question_table import QuestionTable, load_capability_pool
 from selfcal_lightning.capability.reports import budget_figure
 from selfcal_lightning.cli import run
@@ -28,11 +20,11 @@ from selfcal_lightning.data.store.annotations import QuestionAnnotation
 from selfcal_lightning.metrics.bootstrap import resample_weights
 from selfcal_lightning.metrics.capability import skill, squared_error
 
-questions_of = test_questions
-del test_questions  # no test
+questions_of = evaluation.test_questions
+del evaluation.test_questions  # no test
 
 
-def judged(shares: list[int], size: int, estimates: dict[str, list[float]]) -> TestQuestions:
+def judged(shares: list[int], size: int, estimates: dict[str, list[float]]) -> evaluation.TestQuestions:
     """Return questions with so many right ones of ``size`` responses."""
     correct = np.array(shares, dtype=np.float64)
     nothing = np.full(len(shares), np.nan)
@@ -41,7 +33,7 @@ def judged(shares: list[int], size: int, estimates: dict[str, list[float]]) -> T
         nothing, nothing, nothing,
     )  # fmt: skip
     columns = {name: np.array(values) for name, values in estimates.items()}
-    return TestQuestions(table, columns, dict.fromkeys(columns, 0), frozenset())
+    return evaluation.TestQuestions(table, columns, dict.fromkeys(columns, 0), frozenset())
 
 
 @pytest.fixture(scope="module")
@@ -55,13 +47,13 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def drawn(test: TestQuestions, num_resamples: int) -> np.ndarray:
+def drawn(test: evaluation.TestQuestions, num_resamples: int) -> np.ndarray:
     return resample_weights(len(test.truth), num_resamples=num_resamples)
 
 
 def test_numbers_by_hand() -> None:
     test = judged([0, 2, 4, 3], 4, {"good": [0.1, 0.4, 0.9, 0.8], "bad": [0.5] * 4, "score": [-3.0, -1.0, 0.0, -0.5]})
-    found = compare_estimators(test, drawn(test, 50))
+    found = evaluation.compare_estimators(test, drawn(test, 50))
     good, bad, score = found.rows
     counts = np.array([0, 2, 4, 3]), 4
     assert good.mse is not None
@@ -132,8 +124,8 @@ def test_one_at_a_time_draws_no_more_of_a_question_than_a_plan_can() -> None:
     test.truth.num_samples[9] = 20
     rows = {row.way: row.solved[0].value for row in compare_budgets(test, drawn(test, 0), budgets=[4])}
     # Four of the last question's 20 responses, the most that a plan gives it, hold the right one at 1/5.
-    assert rows[ORACLE] == pytest.approx((9 + 1 / 5) / 10)
-    assert rows["one at a time"] == pytest.approx(rows[ORACLE], abs=0.03)
+    assert rows[evaluation.ORACLE] == pytest.approx((9 + 1 / 5) / 10)
+    assert rows["one at a time"] == pytest.approx(rows[evaluation.ORACLE], abs=0.03)
 
 
 def test_the_order_of_the_rows_decides_nothing(tmp_path: Path) -> None:
@@ -171,15 +163,15 @@ def test_labels_of_figures_are_neither_cut_nor_on_bars() -> None:
 
 def test_abstention_by_hand() -> None:
     test = judged([4, 1, 0, 3], 4, {"right": [1.0, 0.25, 0.0, 0.75], "wrong": [0.0, 0.5, 1.0, 0.9]})
-    right, wrong, oracle = compare_abstention(test, drawn(test, 20), left_out=[0.25, 0.5])
+    right, wrong, oracle = evaluation.compare_abstention(test, drawn(test, 20), left_out=[0.25, 0.5])
     assert [each.value for each in right.lost] == pytest.approx([0.0, 1 / 8])
     assert [each.value for each in right.pass_at_1] == pytest.approx([2 / 3, 7 / 8])
     assert [each.value for each in wrong.lost] == pytest.approx([1 / 2, 5 / 8])
     assert [each.value for each in oracle.lost] == pytest.approx([0.0, 1 / 8])
     nobody = judged([0, 0], 4, {"p": [0.1, 0.2]})
-    assert compare_abstention(nobody, drawn(nobody, 0))[0].lost[0].value is None, "nothing can be lost"
+    assert evaluation.compare_abstention(nobody, drawn(nobody, 0))[0].lost[0].value is None, "nothing can be lost"
     with pytest.raises(InputError, match=r"`left_out` to lie in \[0, 1\), but got \[1.0\]"):
-        compare_abstention(test, drawn(test, 0), left_out=[1.0])
+        evaluation.compare_abstention(test, drawn(test, 0), left_out=[1.0])
 
 
 def test_an_estimate_is_not_judged_by_the_responses_that_it_read(written: Path) -> None:

@@ -7,32 +7,21 @@ import pytest
 
 from selfcal_lightning.metrics import bootstrap, curves
 from selfcal_lightning.metrics.arrays import AUROC, BRIER, ECE, PASS_AT_1, WITHIN_QUESTION_AUROC
-from selfcal_lightning.metrics.bootstrap import (
-    BOOTSTRAP_METRICS,
-    Estimate,
-    ScoredResponses,
-    bootstrap_interval,
-    estimate_or_never,
-    paired_bootstrap,
-    question_bootstrap,
-    resample_counts,
-    resample_weights,
-)
 from selfcal_lightning.metrics.calibration import brier_score, expected_calibration_error
 from selfcal_lightning.metrics.discrimination import aurc, auroc, within_question_discrimination
 
 
-def _pool(num_questions: int = 30, seed: int = 0) -> ScoredResponses:
+def _pool(num_questions: int = 30, seed: int = 0) -> bootstrap.ScoredResponses:
     """Return responses in random order, one to eight a question, with many ties."""
     generator = np.random.default_rng(seed)
     question_index = np.repeat(np.arange(num_questions), generator.integers(1, 9, num_questions))
     generator.shuffle(question_index)
     difficulty = generator.random(num_questions)[question_index]
     confidence = (difficulty + generator.normal(0.0, 0.3, len(question_index))).clip(0.0, 1.0).round(1)
-    return ScoredResponses(confidence, generator.random(len(question_index)) < difficulty, question_index)
+    return bootstrap.ScoredResponses(confidence, generator.random(len(question_index)) < difficulty, question_index)
 
 
-def _reference_naive_resample(pool: ScoredResponses, counts: np.ndarray) -> dict[str, float | None]:
+def _reference_naive_resample(pool: bootstrap.ScoredResponses, counts: np.ndarray) -> dict[str, float | None]:
     """Return the metrics of the pool in which question q stands ``counts[q]`` times."""
     confidence: list[float] = []
     correct: list[bool] = []
@@ -59,15 +48,19 @@ def _reference_naive_resample(pool: ScoredResponses, counts: np.ndarray) -> dict
 def test_auroc_of_many_responses_is_resampled_part_by_part(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = _pool()
     columns = pool.confidence, pool.correct, pool.question_index
-    at_once = question_bootstrap(*columns, metrics=[AUROC], num_resamples=100)[AUROC]
+    at_once = bootstrap.question_bootstrap(*columns, metrics=[AUROC], num_resamples=100)[AUROC]
     monkeypatch.setattr(bootstrap, "_COUNTS_AT_ONCE", 1)
-    np.testing.assert_array_equal(question_bootstrap(*columns, metrics=[AUROC], num_resamples=100)[AUROC], at_once)
+    np.testing.assert_array_equal(
+        bootstrap.question_bootstrap(*columns, metrics=[AUROC], num_resamples=100)[AUROC], at_once
+    )
 
 
 def test_resampled_metrics_equal_metrics_of_the_resample() -> None:
     pool = _pool()
-    resampled = question_bootstrap(pool.confidence, pool.correct, pool.question_index, num_resamples=100, seed=3)
-    counts = np.concatenate(list(resample_counts(30, num_resamples=100, seed=3)))
+    resampled = bootstrap.question_bootstrap(
+        pool.confidence, pool.correct, pool.question_index, num_resamples=100, seed=3
+    )
+    counts = np.concatenate(list(bootstrap.resample_counts(30, num_resamples=100, seed=3)))
     assert counts.shape == (100, 30)
     for row in range(100):
         expected = _reference_naive_resample(pool, counts[row])
@@ -76,10 +69,10 @@ def test_resampled_metrics_equal_metrics_of_the_resample() -> None:
 
 def test_values_equal_the_metrics_on_all_questions() -> None:
     pool = _pool()
-    estimates = bootstrap_interval(pool.confidence, pool.correct, pool.question_index, num_resamples=200)
+    estimates = bootstrap.bootstrap_interval(pool.confidence, pool.correct, pool.question_index, num_resamples=200)
     expected = _reference_naive_resample(pool, np.ones(30))
     assert {key: estimate.value for key, estimate in estimates.items()} == pytest.approx(expected, abs=1e-12)
-    assert set(estimates) == set(BOOTSTRAP_METRICS)
+    assert set(estimates) == set(bootstrap.BOOTSTRAP_METRICS)
     for estimate in estimates.values():
         assert estimate.low <= estimate.value + 0.05
         assert estimate.value - 0.05 <= estimate.high
@@ -88,10 +81,10 @@ def test_values_equal_the_metrics_on_all_questions() -> None:
 def test_pairs_share_their_questions_whatever_the_order_and_number_of_responses() -> None:
     before, after = _pool(), _pool(seed=7)
     order = np.random.default_rng(1).permutation(len(after.confidence))
-    shuffled = ScoredResponses(after.confidence[order], after.correct[order], after.question_index[order])
-    changes = paired_bootstrap(before, after, num_resamples=64, seed=2)
-    again = paired_bootstrap(before, shuffled, num_resamples=64, seed=2)
-    counts = np.concatenate(list(resample_counts(30, num_resamples=64, seed=2)))
+    shuffled = bootstrap.ScoredResponses(after.confidence[order], after.correct[order], after.question_index[order])
+    changes = bootstrap.paired_bootstrap(before, after, num_resamples=64, seed=2)
+    again = bootstrap.paired_bootstrap(before, shuffled, num_resamples=64, seed=2)
+    counts = np.concatenate(list(bootstrap.resample_counts(30, num_resamples=64, seed=2)))
     first, second = ([_reference_naive_resample(pool, row)[BRIER] for row in counts] for pool in (before, after))
     expected = np.quantile(np.subtract(second, first), [0.025, 0.975])
     assert [changes[BRIER].change.low, changes[BRIER].change.high] == pytest.approx(expected)
@@ -103,17 +96,19 @@ def test_pairs_share_their_questions_whatever_the_order_and_number_of_responses(
 
 def test_undefined_resamples_are_left_out_and_counted() -> None:
     # One question is right, one wrong: half of the resamples draw the same question twice and have no AUROC.
-    estimate = bootstrap_interval([0.9, 0.1], [True, False], [0, 1], metrics=[AUROC], num_resamples=1000)[AUROC]
+    estimate = bootstrap.bootstrap_interval([0.9, 0.1], [True, False], [0, 1], metrics=[AUROC], num_resamples=1000)[
+        AUROC
+    ]
     assert (estimate.value, estimate.low, estimate.high) == (1.0, 1.0, 1.0)
     assert 400 < estimate.num_undefined < 600
     right = [0.9, 0.8], [True, True], [0, 1]
-    never = bootstrap_interval(*right, metrics=[AUROC, WITHIN_QUESTION_AUROC], num_resamples=10)
-    assert set(never.values()) == {Estimate(None, None, None, 10)}
+    never = bootstrap.bootstrap_interval(*right, metrics=[AUROC, WITHIN_QUESTION_AUROC], num_resamples=10)
+    assert set(never.values()) == {bootstrap.Estimate(None, None, None, 10)}
 
 
 def test_one_question_has_no_intervals() -> None:
-    before, after = (ScoredResponses(c, [1, 1, 0], ["q"] * 3) for c in ([0.9, 0.8, 0.3], [0.9, 0.2, 0.3]))
-    for row in paired_bootstrap(before, after, num_resamples=20).values():
+    before, after = (bootstrap.ScoredResponses(c, [1, 1, 0], ["q"] * 3) for c in ([0.9, 0.8, 0.3], [0.9, 0.2, 0.3]))
+    for row in bootstrap.paired_bootstrap(before, after, num_resamples=20).values():
         for found in (row.before, row.after, row.change, row.ratio):
             assert found.value is not None
             assert (found.low, found.high, found.is_positive) == (None, None, None)
@@ -122,12 +117,14 @@ def test_one_question_has_no_intervals() -> None:
 @pytest.mark.parametrize(
     ("refused", "message"),
     [
-        (lambda: question_bootstrap([0.5], [True], [0], metrics=["ECE"]), r"`metrics` .* \['ECE'\]"),
-        (lambda: question_bootstrap([], [], []), "at least one response"),
-        (lambda: question_bootstrap([-3.0], [True], [0], metrics=[BRIER]), r"\[0, 1\]"),
-        (lambda: bootstrap_interval([0.5], [True], [0], level=95.0), "`level` .* 95"),
+        (lambda: bootstrap.question_bootstrap([0.5], [True], [0], metrics=["ECE"]), r"`metrics` .* \['ECE'\]"),
+        (lambda: bootstrap.question_bootstrap([], [], []), "at least one response"),
+        (lambda: bootstrap.question_bootstrap([-3.0], [True], [0], metrics=[BRIER]), r"\[0, 1\]"),
+        (lambda: bootstrap.bootstrap_interval([0.5], [True], [0], level=95.0), "`level` .* 95"),
         (
-            lambda: paired_bootstrap(ScoredResponses([0.5], [True], [0]), ScoredResponses([0.5], [True], [1])),
+            lambda: bootstrap.paired_bootstrap(
+                bootstrap.ScoredResponses([0.5], [True], [0]), bootstrap.ScoredResponses([0.5], [True], [1])
+            ),
             r"same questions, .* \[0, 1\]",
         ),
         (lambda: curves.wilson_interval(3, 2), "`successes` .* got 3"),
@@ -192,17 +189,17 @@ def test_break_even_by_hand() -> None:
 
 def test_resample_weights_are_the_draws_of_the_other_bootstraps() -> None:
     values = np.random.default_rng(0).random((2, 7))
-    found = values @ resample_weights(7, num_resamples=100, seed=3)
-    counts = np.concatenate(list(resample_counts(7, num_resamples=100, seed=3)))
+    found = values @ bootstrap.resample_weights(7, num_resamples=100, seed=3)
+    counts = np.concatenate(list(bootstrap.resample_counts(7, num_resamples=100, seed=3)))
     np.testing.assert_allclose(found[:, 0], values.mean(axis=1))
     np.testing.assert_allclose(found[0, 1:], [np.repeat(values[0], row.astype(int)).mean() for row in counts])
 
 
 def test_an_interval_that_reaches_into_never_is_open() -> None:
     column = np.array([3.0, *np.arange(1.0, 98.0), np.nan, np.nan, np.nan])
-    cost = estimate_or_never(column, never=math.inf)
+    cost = bootstrap.estimate_or_never(column, never=math.inf)
     assert (cost.low, cost.high, cost.num_undefined) == (3.0, None, 3)
-    saving = estimate_or_never(-column, never=-math.inf)
+    saving = bootstrap.estimate_or_never(-column, never=-math.inf)
     assert (saving.low, saving.high) == (None, -3.0)
-    nothing = estimate_or_never(np.array([np.nan, 1.0]), never=math.inf)
+    nothing = bootstrap.estimate_or_never(np.array([np.nan, 1.0]), never=math.inf)
     assert (nothing.value, nothing.low, nothing.high) == (None, None, None)

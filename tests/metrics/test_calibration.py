@@ -12,16 +12,8 @@ from sklearn.metrics import brier_score_loss
 from support.house import Vectors
 
 from selfcal_lightning.capability.evaluation import share_error_bounds
+from selfcal_lightning.metrics import bootstrap
 from selfcal_lightning.metrics.arrays import ECE
-from selfcal_lightning.metrics.bootstrap import (
-    Estimate,
-    ScoredResponses,
-    bootstrap_interval,
-    calibration_error_bounds,
-    paired_bootstrap,
-    question_bootstrap,
-    resample_weights,
-)
 from selfcal_lightning.metrics.calibration import (
     ErrorBounds,
     brier_score,
@@ -147,7 +139,9 @@ NUM_SETS, NUM_QUESTIONS, NUM_RESPONSES, NUM_RESAMPLES = 200, 150, 6, 200
 ENOUGH = 0.95 - 3.0 * math.sqrt(0.95 * 0.05 / NUM_SETS)
 
 
-def simulate(excess: float, draw: np.random.Generator, *, num_questions: int = NUM_QUESTIONS) -> ScoredResponses:
+def simulate(
+    excess: float, draw: np.random.Generator, *, num_questions: int = NUM_QUESTIONS
+) -> bootstrap.ScoredResponses:
     """Draw responses that are right with their confidence less ``excess``; those to one question depend on each other.
 
     Confidences lie between .3 and .95, so that no chance is cut off and the population's ECE is ``excess``.
@@ -157,10 +151,10 @@ def simulate(excess: float, draw: np.random.Generator, *, num_questions: int = N
     shared, own = draw.random((num_questions, 1)), draw.random(confidence.shape)
     luck = np.where(draw.random(confidence.shape) < 0.5, shared, own)
     question = np.repeat(np.arange(num_questions), NUM_RESPONSES)
-    return ScoredResponses(confidence.ravel(), (luck < confidence - excess).ravel(), question)
+    return bootstrap.ScoredResponses(confidence.ravel(), (luck < confidence - excess).ravel(), question)
 
 
-def columns(pool: ScoredResponses) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def columns(pool: bootstrap.ScoredResponses) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return np.asarray(pool.confidence), np.asarray(pool.correct), np.asarray(pool.question_index)
 
 
@@ -172,11 +166,11 @@ def test_intervals_hold_the_truth(excess: float) -> None:
     for number in range(NUM_SETS):
         pool = simulate(excess, draw)
         options = {"metrics": [ECE], "num_resamples": NUM_RESAMPLES, "seed": number}
-        found = bootstrap_interval(*columns(pool), **options)[ECE]
+        found = bootstrap.bootstrap_interval(*columns(pool), **options)[ECE]
         assert found.value == pytest.approx(expected_calibration_error(pool.confidence, pool.correct))
         assert 0.0 <= found.low <= found.value <= found.high <= 1.0
         held += found.low <= excess <= found.high
-        low, high = np.quantile(question_bootstrap(*columns(pool), **options)[ECE], [0.025, 0.975])
+        low, high = np.quantile(bootstrap.question_bootstrap(*columns(pool), **options)[ECE], [0.025, 0.975])
         plain += low <= excess <= high
         value.append(found.high - found.low)
     assert held / NUM_SETS >= ENOUGH
@@ -195,7 +189,7 @@ def test_changes_and_ratios_hold_the_truth(before: float, after: float) -> None:
     held = np.zeros(2)
     for number in range(NUM_SETS):
         pair = simulate(before, draw), simulate(after, draw)
-        found = paired_bootstrap(*pair, metrics=[ECE], num_resamples=NUM_RESAMPLES, seed=number)[ECE]
+        found = bootstrap.paired_bootstrap(*pair, metrics=[ECE], num_resamples=NUM_RESAMPLES, seed=number)[ECE]
         truths = (found.change, after - before), (found.ratio, after / before)
         held += [part.low <= truth <= part.high for part, truth in truths]
         assert all(part.low <= part.value <= part.high for part, _ in truths)
@@ -224,10 +218,10 @@ def test_bounds_from_sums_and_of_shares_are_those_of_the_responses() -> None:
     values = draw.uniform(0.05, 0.95, NUM_QUESTIONS)
     right = draw.random((NUM_QUESTIONS, NUM_RESPONSES)) < values[:, None]
     question = np.repeat(np.arange(NUM_QUESTIONS), NUM_RESPONSES)
-    of_responses = calibration_error_bounds(
+    of_responses = bootstrap.calibration_error_bounds(
         np.repeat(values, NUM_RESPONSES), right.ravel(), question, num_resamples=NUM_RESAMPLES
     )
-    weights = resample_weights(NUM_QUESTIONS, num_resamples=NUM_RESAMPLES)
+    weights = bootstrap.resample_weights(NUM_QUESTIONS, num_resamples=NUM_RESAMPLES)
     found = share_error_bounds(values, right.mean(axis=1), weights)
     assert found.value == pytest.approx(of_responses.value)
     assert found.value == pytest.approx(expected_calibration_error(np.repeat(values, NUM_RESPONSES), right.ravel()))
@@ -239,8 +233,10 @@ def test_resamples_without_a_response_are_left_out_and_counted() -> None:
     weights = np.array([[0.5, 1.0, 0.0], [0.5, 0.0, 1.0]])
     bounds = ErrorBounds.from_sums(np.array([[0.5], [0.0]]), np.array([1.0, 0.0]), weights)
     assert np.isnan(bounds.least).tolist() == [False, True]
-    assert Estimate.from_bounds(bounds) == Estimate(0.5, 0.5, 0.5, 1)
+    assert bootstrap.Estimate.from_bounds(bounds) == bootstrap.Estimate(0.5, 0.5, 0.5, 1)
     nothing = ErrorBounds.from_sums(np.zeros((2, 1)), np.zeros(2), weights)
-    assert Estimate.from_bounds(nothing) == Estimate(None, None, None)
+    assert bootstrap.Estimate.from_bounds(nothing) == bootstrap.Estimate(None, None, None)
     alone = ErrorBounds.from_sums(np.array([[0.5]]), np.ones(1), np.ones((1, 1)))
-    assert Estimate.from_bounds(alone) == Estimate(0.5, None, None), "one question cannot be resampled"
+    assert bootstrap.Estimate.from_bounds(alone) == bootstrap.Estimate(0.5, None, None), (
+        "one question cannot be resampled"
+    )

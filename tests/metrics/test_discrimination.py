@@ -8,14 +8,7 @@ from hypothesis import strategies as st
 from scipy import stats
 from support.house import Vectors
 
-from selfcal_lightning.metrics.discrimination import (
-    WithinQuestion,
-    aurc,
-    auroc,
-    roc_curve,
-    spearman,
-    within_question_discrimination,
-)
+from selfcal_lightning.metrics import discrimination
 from selfcal_lightning.metrics.streaming import ConfidenceAUROC, WithinQuestionAUROC
 
 RESPONSES = st.lists(
@@ -36,15 +29,15 @@ def _reference_naive_pairs(confidence: list[float], correct: list[bool]) -> tupl
 
 def _reference_naive_within_question(
     confidence: list[float], correct: list[bool], question_index: list[int]
-) -> WithinQuestion:
+) -> discrimination.WithinQuestion:
     pairs = []
     for question in sorted(set(question_index)):
         rows = [i for i, other in enumerate(question_index) if other == question]
         pairs.append(_reference_naive_pairs([confidence[i] for i in rows], [correct[i] for i in rows]))
     mixed = [(concordant, count) for concordant, count in pairs if count]
     if not mixed:
-        return WithinQuestion(None, None, 0)
-    return WithinQuestion(
+        return discrimination.WithinQuestion(None, None, 0)
+    return discrimination.WithinQuestion(
         mean=sum(concordant / count for concordant, count in mixed) / len(mixed),
         pooled=sum(concordant for concordant, _ in mixed) / sum(count for _, count in mixed),
         num_questions=len(mixed),
@@ -64,7 +57,7 @@ def _reference_naive_aurc(confidence: list[float], correct: list[bool]) -> float
 def test_auroc_equals_the_vectors(vectors: Vectors) -> None:
     for case in vectors("calibration_discrimination")["cases"]:
         expected = case["auroc_correct_ties_half"]
-        value = auroc(case["confidences"], case["correct"])
+        value = discrimination.auroc(case["confidences"], case["correct"])
         assert value == (None if expected is None else pytest.approx(expected, abs=1e-6))
 
 
@@ -73,9 +66,9 @@ def test_auroc_equals_the_vectors(vectors: Vectors) -> None:
 def test_auroc_equals_naive_pairs(responses: list[tuple[float, bool, int]]) -> None:
     confidence, correct, _ = _columns(responses)
     concordant, count = _reference_naive_pairs(confidence, correct)
-    assert auroc(confidence, correct) == (pytest.approx(concordant / count) if count else None)
+    assert discrimination.auroc(confidence, correct) == (pytest.approx(concordant / count) if count else None)
     if count:
-        false_positive, true_positive, _ = roc_curve(confidence, correct)
+        false_positive, true_positive, _ = discrimination.roc_curve(confidence, correct)
         assert np.trapezoid(true_positive, false_positive) == pytest.approx(concordant / count)
 
 
@@ -84,7 +77,7 @@ def test_auroc_equals_naive_pairs(responses: list[tuple[float, bool, int]]) -> N
 def test_within_question_equals_naive_loops(responses: list[tuple[float, bool, int]]) -> None:
     confidence, correct, question_index = _columns(responses)
     expected = _reference_naive_within_question(confidence, correct, question_index)
-    value = within_question_discrimination(confidence, correct, question_index)
+    value = discrimination.within_question_discrimination(confidence, correct, question_index)
     assert value.num_questions == expected.num_questions
     assert value.mean == pytest.approx(expected.mean)
     assert value.pooled == pytest.approx(expected.pooled)
@@ -94,29 +87,31 @@ def test_within_question_equals_naive_loops(responses: list[tuple[float, bool, i
 @given(st.lists(st.tuples(st.integers(0, 2), st.booleans()), min_size=1, max_size=6))
 def test_aurc_is_the_mean_over_the_orders_of_ties(responses: list[tuple[int, bool]]) -> None:
     confidence, correct = [float(c) for c, _ in responses], [y for _, y in responses]
-    assert aurc(confidence, correct) == pytest.approx(_reference_naive_aurc(confidence, correct))
+    assert discrimination.aurc(confidence, correct) == pytest.approx(_reference_naive_aurc(confidence, correct))
 
 
 def test_spearman_equals_scipy() -> None:
     first = np.random.default_rng(1).integers(0, 200, 3000)
     second = first[::-1] ** 2 + np.arange(3000) / 3000
-    assert spearman(first, second) == pytest.approx(stats.spearmanr(first, second).statistic, abs=1e-12)
-    assert spearman([1.0, 1.0], [0.0, 1.0]) is None
-    assert spearman([], []) is None
+    assert discrimination.spearman(first, second) == pytest.approx(stats.spearmanr(first, second).statistic, abs=1e-12)
+    assert discrimination.spearman([1.0, 1.0], [0.0, 1.0]) is None
+    assert discrimination.spearman([], []) is None
 
 
 def test_one_class_is_unknown() -> None:
     for correct in ([True, True], [False, False]):
-        assert auroc([0.1, 0.9], correct) is None
-        assert roc_curve([0.1, 0.9], correct) is None
-        assert within_question_discrimination([0.1, 0.9], correct, [0, 0]) == WithinQuestion(None, None, 0)
-    assert auroc([], []) is None
-    assert aurc([], []) is None
+        assert discrimination.auroc([0.1, 0.9], correct) is None
+        assert discrimination.roc_curve([0.1, 0.9], correct) is None
+        assert discrimination.within_question_discrimination(
+            [0.1, 0.9], correct, [0, 0]
+        ) == discrimination.WithinQuestion(None, None, 0)
+    assert discrimination.auroc([], []) is None
+    assert discrimination.aurc([], []) is None
 
 
 def test_scores_need_be_no_probabilities() -> None:
-    assert auroc([-np.inf, -20.0, 3.0], [False, True, True]) == 1.0
-    assert auroc(torch.tensor([-5.0, 2.0], dtype=torch.bfloat16), torch.tensor([0, 1])) == 1.0
+    assert discrimination.auroc([-np.inf, -20.0, 3.0], [False, True, True]) == 1.0
+    assert discrimination.auroc(torch.tensor([-5.0, 2.0], dtype=torch.bfloat16), torch.tensor([0, 1])) == 1.0
 
 
 @pytest.mark.parametrize(
@@ -124,11 +119,11 @@ def test_scores_need_be_no_probabilities() -> None:
     [([True, None], "Expected `correct` to be known"), ([0.5, 1.0], "Expected `correct` to hold 0 or 1 only")],
 )
 def test_labels_must_be_known(correct: list, message: str) -> None:
-    for function in (auroc, aurc, roc_curve):
+    for function in (discrimination.auroc, discrimination.aurc, discrimination.roc_curve):
         with pytest.raises(ValueError, match=message):
             function([0.1, 0.2], correct)
     with pytest.raises(ValueError, match="same length"):
-        within_question_discrimination([0.1, 0.2], [True, False], [0])
+        discrimination.within_question_discrimination([0.1, 0.2], [True, False], [0])
 
 
 def _responses() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -140,9 +135,9 @@ def _responses() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 def test_streamed_values_are_those_of_the_functions() -> None:
     columns = _responses()
-    within = within_question_discrimination(*columns)
+    within = discrimination.within_question_discrimination(*columns)
     for metric, num_columns, expected in (
-        (ConfidenceAUROC(), 2, auroc(*columns[:2])),
+        (ConfidenceAUROC(), 2, discrimination.auroc(*columns[:2])),
         (WithinQuestionAUROC(), 3, within.mean),
     ):
         for rows in torch.arange(600).split(130):

@@ -16,12 +16,7 @@ from torchmetrics import Metric
 
 from selfcal_lightning.capability.metrics import CapabilityMetrics
 from selfcal_lightning.data.steps import POSITIONS
-from selfcal_lightning.metrics.calibration import (
-    brier_score,
-    expected_calibration_error,
-    half_budget_threshold,
-    reliability_bins,
-)
+from selfcal_lightning.metrics import calibration
 from selfcal_lightning.metrics.discrimination import auroc, spearman, within_question_discrimination
 from selfcal_lightning.metrics.streaming import BinnedCalibrationError, ConfidenceAUROC, WithinQuestionAUROC
 from selfcal_lightning.rewards.metrics import QuantileMetrics, StepMetrics
@@ -219,9 +214,9 @@ def _expected(confidence: np.ndarray, correct: np.ndarray, target: np.ndarray, q
     within = within_question_discrimination(confidence, correct, question)
     difference = np.abs(confidence - target)
     return {
-        "calibration/ECE": expected_calibration_error(confidence, correct),
-        "calibration/MCE": reliability_bins(confidence, correct).maximum_error,
-        "calibration/Brier": brier_score(confidence, correct),
+        "calibration/ECE": calibration.expected_calibration_error(confidence, correct),
+        "calibration/MCE": calibration.reliability_bins(confidence, correct).maximum_error,
+        "calibration/Brier": calibration.brier_score(confidence, correct),
         "discrimination/AUROC": auroc(confidence, correct),
         "discrimination/WithinQuestionAUROC": within.mean,
         "discrimination/WithinQuestionPairs": within.pooled,
@@ -248,7 +243,7 @@ def test_one_task_has_plain_keys() -> None:
         columns["question_index"].numpy(),
     )
     expected["mass/YesNo"] = columns["yes_no_mass"].double().mean().item()
-    expected["stopping/Threshold"] = half_budget_threshold(columns["confidence"], columns["question_index"])
+    expected["stopping/Threshold"] = calibration.half_budget_threshold(columns["confidence"], columns["question_index"])
     assert metrics.compute() == pytest.approx(expected, abs=1e-12)
     assert {key.split("/")[0] for key in metrics.compute()} == set(FAMILIES)
     assert sorted(metrics.compute()) == sorted(KEYS)
@@ -298,7 +293,7 @@ def test_partly_unknown_columns_count_what_they_leave_out() -> None:
     values = metrics.compute()
     assert [values[f"count/Without{name}"] for name in ("Label", "Target", "Confidence")] == [10, 10, 10]
     assert values["calibration/Brier"] == pytest.approx(
-        brier_score(columns["confidence"][10:30], columns["correct"][10:30])
+        calibration.brier_score(columns["confidence"][10:30], columns["correct"][10:30])
     )
     known = np.r_[0:5, 15:30]
     expected = (columns["confidence"] - columns["target"])[known].double().abs().mean().item()
@@ -362,9 +357,11 @@ def test_steps_equal_the_functions_overall_and_by_position() -> None:
     found = _steps_computed(StepMetrics(), columns, ["score", "rate", "num_rollouts", "position"])
     for name, part in _parts(columns):
         score, rate = part["score"], part["rate"]
-        assert found[f"{name}steps/Brier"] == pytest.approx(brier_score(score, rate), abs=1e-12)
+        assert found[f"{name}steps/Brier"] == pytest.approx(calibration.brier_score(score, rate), abs=1e-12)
         assert found[f"{name}steps/Bias"] == pytest.approx((score - rate).mean().item(), abs=1e-12)
-        assert found[f"{name}steps/ECE"] == pytest.approx(expected_calibration_error(score, rate), abs=1e-12)
+        assert found[f"{name}steps/ECE"] == pytest.approx(
+            calibration.expected_calibration_error(score, rate), abs=1e-12
+        )
         many = part["num_rollouts"] > 1
         noise = rate * (1.0 - rate) / (part["num_rollouts"] - 1.0)
         excess = ((score - rate) ** 2 - noise)[many].double().mean().item()

@@ -297,7 +297,7 @@ def test_a_selection_that_was_cut_short_is_made_again(store: Path, tmp_path: Pat
     assert select(store, tmp_path).kept
 
 
-def test_the_verb_says_what_it_kept(store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_verb_says_what_it_kept(store: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     arguments = ["select", "--store_dir", str(store), "--output", str(tmp_path / "s"), "--keep_count"]
     assert run([*arguments, "3"]) == 0
     said = capsys.readouterr().out

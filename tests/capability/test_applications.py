@@ -62,7 +62,7 @@ def test_questions_of_a_task_are_scored_under_the_ids_that_sampling_gives_them(w
     assert all(one.capability is not None for one in scores)
 
 
-def test_pass_at_k_by_each_way(written: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pass_at_k_by_each_way(written: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     output = tmp_path / "predicted.jsonl"
     found = run_predict_pass_at_k(
         str(written / "scores.jsonl"), str(output), ks=[4, 1, 16], calibration_pool=str(written / "store")
@@ -86,7 +86,7 @@ def test_pass_at_k_by_each_way(written: Path, tmp_path: Path, capsys: pytest.Cap
         run_predict_pass_at_k(str(written / "scores.jsonl"), str(output), zero_below=[2.0])
 
 
-def test_plans_by_hand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plans_by_hand(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     p = [0.9, 0.5, 0.1, 0.02]
     options = {"scores": known(tmp_path, [*p]), "output": str(tmp_path / "plan.json")}
     plan = run_allocate(**options, budget=2, gain="geometric")
@@ -123,7 +123,7 @@ def test_the_concentration_is_fitted_where_none_is_given(written: Path, tmp_path
 
 
 def test_a_threshold_that_bounds_the_wrong_responses(
-    written: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    written: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     store, output = str(written / "store"), tmp_path / "abstention.json"
     values = run_score_questions(probe=str(written / "probe"), store_dir=store, split="calibration")
@@ -209,7 +209,7 @@ def test_a_plan_is_sampled(written: Path, tmp_path: Path) -> None:
 # ---- maps of capabilities, kept in a file
 
 
-def test_a_file_gives_what_was_fitted(written: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_gives_what_was_fitted(written: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     kept = load_maps(written / "maps.json")
     assert (kept.estimator, kept.fitted_on.num_questions) == ("probe", 24)
     assert kept.maps.per_k.k == tuple(range(1, 9))
@@ -301,7 +301,7 @@ def test_other_files_are_refused(written: Path, tmp_path: Path, changed: dict, w
         load_maps(tmp_path / "maps.json")
 
 
-def test_maps_on_the_command_line(written: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_maps_on_the_command_line(written: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     maps, out = str(tmp_path / "maps.json"), str(tmp_path / "mapped.jsonl")
     assert run(["fit-capability-maps", "--pool", str(written / "store"), "--output", maps, "--ks", "[1,4]"]) == 0
     assert run(["map-scores", "--scores", str(written / "scores.jsonl"), "--maps", maps, "--output", out]) == 0

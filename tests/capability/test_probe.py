@@ -256,7 +256,7 @@ def test_options_that_contradict_one_another(place: Path) -> None:
             run_score_questions(**options)  # type: ignore[arg-type]
 
 
-def test_the_command_line(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_line(place: Path, capsys: pytest.CaptureFixture) -> None:
     store, probe = str(place / "store"), str(place / "probe")
     assert run(["fit-probe", "--pool", store, "--output", probe, "--levels", "[0,-1]", "--average", "false"]) == 0
     assert "Fitted on 40 questions with 320 responses: 512 features (both)" in capsys.readouterr().out

@@ -15,7 +15,7 @@ FUNCTIONS = [name for name, verb in VERBS.items() if verb.module is not None]
 TRAINERS = [name for name, verb in VERBS.items() if verb.module is None]
 
 
-def test_no_verb_and_an_unknown_one(capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_verb_and_an_unknown_one(capsys: pytest.CaptureFixture) -> None:
     assert run([]) == 2
     shown = capsys.readouterr().out
     assert all(f"  {verb} " in shown for verb in VERBS)
@@ -37,9 +37,7 @@ def test_help_and_generate_help_do_not_import_torch() -> None:
 
 
 @pytest.mark.parametrize("verb", FUNCTIONS)
-def test_every_function_verb_has_help_and_takes_whole_names_alone(
-    verb: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_function_verb_has_help_and_takes_whole_names_alone(verb: str, capsys: pytest.CaptureFixture) -> None:
     """A part of one option may be that of another in the next version, and then do something else."""
     assert exit_status([verb, "--help"]) == 0
     assert f"selfcal {verb}" in capsys.readouterr().out
@@ -50,7 +48,7 @@ def test_every_function_verb_has_help_and_takes_whole_names_alone(
 
 
 @pytest.mark.parametrize("verb", TRAINERS)
-def test_a_part_of_a_trainer_option_is_refused(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_part_of_a_trainer_option_is_refused(verb: str, capsys: pytest.CaptureFixture) -> None:
     assert exit_status([verb, "--config", config_path("demo.yaml"), "--ckpt", "last"]) == 2
     assert "--ckpt. Did you mean --ckpt_path?" in capsys.readouterr().err
 
@@ -80,7 +78,7 @@ def test_a_trainer_verb_without_settings_says_what_to_give(verb: str, refused: R
     ids=lambda value: value[-2] if value[0] in VERBS else "",
 )
 def test_a_wrong_option_is_one_line_and_a_short_usage(
-    capsys: pytest.CaptureFixture[str], arguments: list[str], words: list[str]
+    capsys: pytest.CaptureFixture, arguments: list[str], words: list[str]
 ) -> None:
     status = exit_status([config_path("demo.yaml") if word == "CONFIG" else word for word in arguments])
     lines = [line for line in capsys.readouterr().err.splitlines() if "Loading PyTorch" not in line]
@@ -132,7 +130,7 @@ def test_an_empty_name_of_a_model_is_not_the_folder_one_stands_in(
     assert f"on the hub or 'bundled', but got {name!r}." in refused([*arguments, "--model", name])
 
 
-def test_flags_stand_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_flags_stand_alone(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     source = ["generate", "--model", "bundled", "--store_dir", str(tmp_path / "s"), "--task", "word_problems"]
     for flag in (["--check"], ["--check", "--limit", "2"], ["--check=true", "--limit", "2"]):
         assert run([*source, *flag]) == 0

@@ -50,7 +50,7 @@ def status_of(arguments: list[str]) -> int | None:
     ids=lambda error: type(error).__name__,
 )
 def test_a_defect_is_told_from_a_mistake(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: Exception
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, error: Exception
 ) -> None:
     monkeypatch.setattr(RUN, Mock(side_effect=error))
     assert run(EVALUATE) == FAILED
@@ -77,7 +77,7 @@ def test_a_defect_is_told_from_a_mistake(
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
 )
 def test_a_mistake_is_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: Exception, said: str
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, error: Exception, said: str
 ) -> None:
     monkeypatch.setattr(RUN, Mock(side_effect=error))
     assert run(EVALUATE) == FAILED
@@ -110,7 +110,7 @@ def worker(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[BaseExc
 
 
 def test_a_worker_tells_a_defect_from_a_mistake(
-    worker: Callable[[BaseException], int], capsys: pytest.CaptureFixture[str]
+    worker: Callable[[BaseException], int], capsys: pytest.CaptureFixture
 ) -> None:
     assert worker(KeyError("weights")) == FAILED
     shown = capsys.readouterr().err
@@ -155,7 +155,7 @@ STOPPED = {
 
 @pytest.mark.parametrize("verb", STOPPED)
 def test_ctrl_c_ends_in_one_line_that_says_what_is_kept(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], here: Path, verb: str
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, here: Path, verb: str
 ) -> None:
     Path("asked.txt").write_text("What is 1 + 1?\nWhat is 2 + 2?\n")
     write_pool(here / "pool.jsonl")
@@ -189,7 +189,7 @@ def press_ctrl_c(*_: object, **__: object) -> NoReturn:
 
 
 def test_a_library_that_swallows_ctrl_c_does_not_hide_it(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], listening: None
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, listening: None
 ) -> None:
     """Modules of C that are being imported put errors of their own on top of KeyboardInterrupt."""
 
@@ -207,7 +207,7 @@ def test_a_library_that_swallows_ctrl_c_does_not_hide_it(
 
 
 def test_ctrl_c_in_a_training_says_how_it_goes_on_and_leaves_no_empty_logs(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], here: Path, listening: None
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, here: Path, listening: None
 ) -> None:
     """Lightning makes an exit of it; and each would leave a folder `version_N` that never saw a step."""
     monkeypatch.setattr("selfcal_lightning.callbacks.generation.start_engine", press_ctrl_c)
@@ -222,7 +222,7 @@ def test_ctrl_c_in_a_training_says_how_it_goes_on_and_leaves_no_empty_logs(
 
 
 def test_a_failed_test_leaves_no_empty_logs(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], here: Path
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, here: Path
 ) -> None:
     refuse = Mock(side_effect=errors.InputError("Expected something else."))
     monkeypatch.setattr("selfcal_lightning.callbacks.generation.start_engine", refuse)

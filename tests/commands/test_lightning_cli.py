@@ -107,7 +107,7 @@ def test_a_checkpoint_of_another_base_model_is_refused(tiny_model: str, tmp_path
 
 @pytest.mark.parametrize("verb", ["fit", "predict"])
 @pytest.mark.parametrize("full", [["--help=full"], ["--help", "all"]], ids=" ".join)
-def test_the_full_help_begins_with_what_to_type(verb: str, full: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_full_help_begins_with_what_to_type(verb: str, full: list[str], capsys: pytest.CaptureFixture) -> None:
     assert exit_status([verb, *full]) == 0
     text = " ".join(capsys.readouterr().out.split())
     assert text.startswith(f"usage: selfcal {verb} --config FILE.yaml [--ckpt_path FILE.ckpt]")

@@ -24,7 +24,7 @@ from selfcal_lightning.models.folders import config_path
 
 
 def test_reading_a_pool_shows_how_far_it_is(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
     pool = write_pool(tmp_path / "pool.jsonl", questions=3, samples=2)
@@ -63,7 +63,7 @@ def test_who_waits_for_a_store_says_for_whom(tmp_path: Path, caplog: pytest.LogC
 
 @pytest.mark.parametrize("verb", ["validate", "test"])
 def test_an_adapter_that_was_never_trained_is_not_scored_in_silence(
-    pool: Pool, here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], verb: str
+    pool: Pool, here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, verb: str
 ) -> None:
     arguments = ["--config", config_path("demo.yaml"), "--data.store_dir", pool.write(f"scored-{verb}")]
     arguments += ["--data.num_samples", "8", "--trainer.logger", "false"]
@@ -76,7 +76,7 @@ def test_an_adapter_that_was_never_trained_is_not_scored_in_silence(
     assert "`--ckpt_path FILE.ckpt`" in shown
 
 
-def test_one_process_alone_says_nothing_of_shares(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_process_alone_says_nothing_of_shares(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     settings = {"model": "bundled", "task": "word_problems", "num_samples": 2, "max_new_tokens": 8, "limit": 2}
     run_generate(**nested(**settings, store_dir=str(tmp_path / "store"), edt_scale=None))
     shown = capsys.readouterr().err
@@ -140,9 +140,7 @@ def test_the_numbers_fit_the_terminal(width: int, kept: int, monkeypatch: pytest
     assert 62 + len("".join(f"{name}: {value:.3f} " for name, value in shown.items())) <= width
 
 
-def test_short_steps_in_a_row_are_not_silent(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_short_steps_in_a_row_are_not_silent(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     monkeypatch.setattr(progress, "LINE_SECONDS", 0.3)
     monkeypatch.setattr(progress, "LOOK_SECONDS", 0.01)
     progress.say("begin")
@@ -164,7 +162,7 @@ def test_the_time_left_counts_from_the_first_finished_response(monkeypatch: pyte
         assert shown.line().endswith("00:00 left")
 
 
-def test_a_stage_speaks_while_it_lasts(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_stage_speaks_while_it_lasts(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     with Stage("Quick"):
         pass
     assert capsys.readouterr().err == ""
@@ -185,7 +183,7 @@ def test_a_stage_speaks_while_it_lasts(monkeypatch: pytest.MonkeyPatch, capsys: 
 
 
 def test_progress_that_ends_at_once_may_leave_no_trace(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     with Progress(2, label="Checking", unit="lines", only_if_slow=True) as bar:
         assert list(counted("ab", bar)) == ["a", "b"]

@@ -80,7 +80,7 @@ def start(folder: Path, **changes: object) -> str:
 
 
 def test_both_stages_are_checked_before_anything_runs(
-    steps: Callable[..., Steps], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    steps: Callable[..., Steps], tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     made, folder = steps(), tmp_path / "run"
     assert start(tmp_path) == str(folder / "merged")
@@ -243,7 +243,7 @@ def test_a_step_ends_when_its_lifeline_is_cut() -> None:
 
 
 def test_a_command_beside_another_writes_to_its_log_and_is_waited_for(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     log = tmp_path / "logs" / "beside.log"
     with processes.run_beside(["--version"], log):

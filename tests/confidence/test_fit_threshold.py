@@ -54,7 +54,7 @@ def fit(pool: str, output: Path, *options: str) -> int:
 
 @pytest.mark.parametrize("goal", [("--budget", "2"), ("--accuracy", ".5"), ("--risk", ".5")])
 def test_the_budget_is_what_the_pool_can_test(
-    goal: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    goal: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     pool, output = write_pool(tmp_path / "pool.jsonl", widths=(3,), num_questions=120), tmp_path / "t.json"
     assert fit(pool, output, *goal) == 0
@@ -69,16 +69,14 @@ def test_the_budget_is_what_the_pool_can_test(
     assert not output.exists()
 
 
-def test_questions_of_uneven_width_give_what_all_of_them_have(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_questions_of_uneven_width_give_what_all_of_them_have(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     pool, output = write_pool(tmp_path / "pool.jsonl", widths=(5, 2, 8)), tmp_path / "t.json"
     assert fit(pool, output, "--budget", "2") == 0
     assert "Questions have 2 ('q1') to 8 responses; early_stopping draws at most 2" in capsys.readouterr().err
     assert FittedThreshold.load(output).fields["max_samples"] == 2
 
 
-def test_an_oracle_is_fitted_and_used_by_nobody(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_oracle_is_fitted_and_used_by_nobody(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     pool, output = write_pool(tmp_path / "pool.jsonl"), tmp_path / "t.json"
     assert fit(pool, output, "--strategy", "pass_at_n", "--budget", "2", "--max_samples", "4") == 1
     assert "one that can answer, but got 'pass_at_n', which knows the reference" in capsys.readouterr().err
@@ -115,7 +113,7 @@ def test_a_file_that_says_more_than_was_tested_is_refused(tmp_path: Path) -> Non
     ],
 )
 def test_a_failed_search_writes_nothing_and_names_options_that_exist(
-    options: tuple[str, ...], reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    options: tuple[str, ...], reason: str, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     pool, output = write_pool(tmp_path / "pool.jsonl", num_questions=12), tmp_path / "t.json"
     assert fit(pool, output, *options) == 1
@@ -128,7 +126,7 @@ def test_a_failed_search_writes_nothing_and_names_options_that_exist(
     assert set(named) <= set(known)
 
 
-def test_what_depends_on_the_other_responses_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_depends_on_the_other_responses_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     pool = write_pool(tmp_path / "pool.jsonl", names=["response_consistency"])
     arguments = ["--budget", "2", "--confidence", "response_consistency"]
     assert fit(pool, tmp_path / "t.json", *arguments) == 1
@@ -142,13 +140,13 @@ def test_what_depends_on_the_other_responses_is_refused(tmp_path: Path, capsys: 
     assert not (tmp_path / "t.json").exists()
 
 
-def test_orders_are_for_a_budget_or_an_accuracy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_orders_are_for_a_budget_or_an_accuracy(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     pool = write_pool(tmp_path / "pool.jsonl")
     assert fit(pool, tmp_path / "t.json", "--risk", "0.5", "--num_reshuffles", "5") == 1
     assert "`num_reshuffles` is for a `budget` or an `accuracy`" in capsys.readouterr().err
 
 
-def test_a_field_is_given_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_field_is_given_once(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     pool = write_pool(tmp_path / "pool.jsonl")
     assert fit(pool, tmp_path / "t.json", "--budget", "2", "--max_samples", "2", "--settings.max_samples", "3") == 1
     assert "Expected `max_samples` once" in capsys.readouterr().err
@@ -202,7 +200,7 @@ def test_scorers_are_known_by_what_they_compute(tmp_path: Path) -> None:
     assert len(results["fitted_thresholds"]) == 1
 
 
-def test_evaluate_judges_the_procedure_of_the_file_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_evaluate_judges_the_procedure_of_the_file_only(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     pool, output = write_pool(tmp_path / "pool.jsonl", names=["mine"]), tmp_path / "t.json"
     assert fit(pool, output, "--budget", "2", "--confidence", "mine") == 0
     options = {"fitted_thresholds": [str(output)], "confidences": ["p_true"]}
@@ -219,7 +217,7 @@ def test_evaluate_judges_the_procedure_of_the_file_only(tmp_path: Path, capsys: 
     assert "guarantees nothing on others" in capsys.readouterr().out.replace("\n", " ")
 
 
-def test_sides_that_were_sampled_otherwise_are_not_judged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sides_that_were_sampled_otherwise_are_not_judged(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     from selfcal_lightning.evaluation.strategies import EvaluatedTest
 
     pool, output = write_pool(tmp_path / "pool.jsonl"), tmp_path / "t.json"

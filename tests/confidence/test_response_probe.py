@@ -212,7 +212,7 @@ def test_states_that_were_read_before_a_stop_are_not_read_again(
 
 
 def test_a_store_is_fitted_on_one_split_and_scored_on_the_other(
-    store: Path, tmp_path: Path, refused: Refused, capsys: pytest.CaptureFixture[str]
+    store: Path, tmp_path: Path, refused: Refused, capsys: pytest.CaptureFixture
 ) -> None:
     file = tmp_path / "probe.json"
     assert run(["fit-response-probe", "--pool", str(store), "--output", str(file)]) == 0
@@ -303,7 +303,7 @@ def test_a_live_response_has_the_confidence_of_a_recorded_one(
 
 
 def test_answers_stop_at_the_confidence_of_a_probe(
-    two_splits: Path, here: Path, refused: Refused, capsys: pytest.CaptureFixture[str]
+    two_splits: Path, here: Path, refused: Refused, capsys: pytest.CaptureFixture
 ) -> None:
     assert run(["fit-response-probe", "--pool", str(two_splits), "--output", "probe.json"]) == 0
     asked = [entry.question.text for entry in SampleStore(two_splits).samples(split="test_id")]

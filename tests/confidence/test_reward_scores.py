@@ -137,7 +137,7 @@ PLUGIN = """
 
 @pytest.mark.usefixtures("unplugged")
 def test_a_format_of_a_plug_in_scores_a_pool_by_the_command_line(
-    tiny_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tiny_model: str, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     file = tmp_path / "stars.py"
     file.write_text(textwrap.dedent(PLUGIN))

@@ -42,7 +42,7 @@ def rewrite(store: Path, folder: Path, change: Any, **fingerprint: Any) -> Path:
 
 
 def test_scores_become_annotations_of_a_known_origin(
-    store: Path, engine: TransformersEngine, capsys: pytest.CaptureFixture[str]
+    store: Path, engine: TransformersEngine, capsys: pytest.CaptureFixture
 ) -> None:
     names = ["response_consistency", "self_certainty", "token_entropy"]
     reports = run_score(names, str(store))
@@ -152,7 +152,7 @@ def test_what_was_scored_is_shown_every_few_minutes(store: Path, monkeypatch: py
 
 
 def test_rows_that_got_none_are_counted_and_not_asked_again(
-    sampled: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    sampled: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     def fail_first(sample: Any) -> Any:
         return replace(sample, text="", token_ids=(), finish=None, answer=None) if sample.index == 0 else sample
@@ -260,7 +260,7 @@ def test_a_pool_may_be_scored_in_place_and_keeps_what_it_has(pool: Path) -> None
     assert responses_of(pool)[0]["confidence"] == {"mine": 0.25}
 
 
-def test_a_pool_that_mixes_old_and_new_scores_says_so(pool: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_pool_that_mixes_old_and_new_scores_says_so(pool: Path, capsys: pytest.CaptureFixture) -> None:
     run_score("response_consistency", pool=str(pool), output=str(pool))
     lines = [json.loads(line) for line in pool.read_text().splitlines()]
     del lines[0]["responses"][0]["confidence"]
@@ -321,7 +321,7 @@ def test_an_unknown_split_is_named(store: Path) -> None:
         run_score("response_consistency", str(store), split="nowhere")
 
 
-def test_the_command_line(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_line(store: Path, capsys: pytest.CaptureFixture) -> None:
     arguments = ["score", "--store_dir", str(store), "--estimator"]
     assert run([*arguments, "[response_consistency]", "--consistency_samples", "2"]) == 0
     assert "response_consistency: scored 12 of 12 responses" in capsys.readouterr().err

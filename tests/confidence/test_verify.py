@@ -164,7 +164,7 @@ def test_a_stopped_run_keeps_its_verdicts(tmp_path: Path, monkeypatch: pytest.Mo
     assert (report.answers, report.asked) == (5, 3)
 
 
-def test_the_verb_asks_a_server(tmp_path: Path, bundled_model: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_verb_asks_a_server(tmp_path: Path, bundled_model: str, capsys: pytest.CaptureFixture) -> None:
     store = store_of(tmp_path, ["who", "sum"])
     tokenizer = load_tokenizer(bundled_model)
     ids = [*tokenizer.encode("Answer: A", add_special_tokens=False), tokenizer.eos_token_id]

@@ -146,7 +146,7 @@ def test_answers_are_named_by_the_first_of_all_samples(tmp_path: Path) -> None:
     assert contents(tmp_path / "b") == contents(tmp_path / "a")
 
 
-def test_the_verb_draws_what_is_missing(tmp_path: Path, shallow_model: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_verb_draws_what_is_missing(tmp_path: Path, shallow_model: str, capsys: pytest.CaptureFixture) -> None:
     def generate(folder: str, number: int, **options: object) -> None:
         run_generate(
             shallow_model, str(tmp_path / folder), "word_problems", split="test_id", limit=3, num_samples=number,

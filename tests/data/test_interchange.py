@@ -48,9 +48,7 @@ def pool() -> list[dict]:
     ]
 
 
-def test_questions_without_a_response_are_counted_where_a_file_is_read(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_questions_without_a_response_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     path = write_lines(tmp_path / "pool.jsonl", *pool())
     assert [entry.question.id for entry in load_recorded_pool(path).entries] == ["a", "b"]
     assert f"1 of 3 questions in {path} have no response and are left out" in capsys.readouterr().err
@@ -85,9 +83,7 @@ def test_a_pool_is_read_judged_and_counted(tmp_path: Path) -> None:
         ("winogrande", "2", "Answer: B", "B"),
     ],
 )
-def test_a_reference_as_its_data_set_writes_it_is_compared(
-    tmp_path: Path, task: str, reference: str, text: str, canonical: str
-) -> None:
+def test_data_set_references_are_compared(tmp_path: Path, task: str, reference: str, text: str, canonical: str) -> None:
     line = {"id": "a", "task": task, "question": "?", "reference": reference, "responses": [{"text": text}]}
     (entry,) = load_recorded_pool(write_lines(tmp_path / "pool.jsonl", line)).entries
     assert (entry.question.reference, entry.samples[0].correct) == (canonical, True)
@@ -120,7 +116,7 @@ SLOW = (r"\sum_{k=1}^{1000}\sin(k^2)", r"\sum_{k=1}^{1000}\cos(k^2)")
 
 
 def test_an_import_counts_what_it_could_not_decide(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two expressions that nobody can compare: once with the reference each, and with each other."""
     quick = MathComparer(cpu_seconds=0.3)
@@ -175,7 +171,7 @@ def answered(**fields: object) -> dict:
         (None, "a JSON object, but got list"),
     ],
 )
-def test_a_bad_line_is_named_before_anything_is_stored(tmp_path: Path, changes: dict | None, message: str) -> None:
+def test_a_bad_line_is_named_before_any_is_stored(tmp_path: Path, changes: dict | None, message: str) -> None:
     lines: list = [{**line, "split": "train"} for line in pool()]
     changed = {**lines[1], **(changes or {})}
     lines[1] = [1] if changes is None else {name: value for name, value in changed.items() if value is not ...}
@@ -355,7 +351,7 @@ def test_bad_records_are_refused(record: dict, message: str, tmp_path: Path) -> 
         run_import_prefixes(str(tmp_path / "r.jsonl"), str(tmp_path / "s"), "local_number")
 
 
-def test_what_is_left_out_is_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_left_out_is_counted(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     rows = [
         {"question": "1+1?", "reasoning_prefix": "", "success_prob": 0.5},
         {"question": "1+1?", "reasoning_prefix": "If |x|<1 and <|x|>, it is 2.", "success_prob": 1},

@@ -110,9 +110,7 @@ WHOLE_CASES = [("local_number", "24", "48/2 = 24"), ("local_choice", "B", "I tak
     [(*case, "length") for case in CUT_CASES]
     + [(*case, True, finish) for case in WHOLE_CASES for finish in ("stop", None)],
 )
-def test_only_what_is_known_to_be_cut_needs_a_stated_answer(
-    task: str, reference: str, text: str, stated: bool, finish: Any
-) -> None:
+def test_only_a_cut_text_needs_a_stated_answer(task: str, reference: str, text: str, stated: bool, finish: Any) -> None:
     question = Question("q", task, (), reference)
     (sample,) = judge(question, [Response("r", text, (), finish, 0.0)], get_task(task), round=0)
     assert (sample.answer is not None, sample.correct) == (stated, stated)

@@ -147,9 +147,7 @@ ARC = {"text": ["sky", "blood"], "label": ["1", "2"]}
         ({"problem": "Red?", "gold": None}, None, "Red?"),
     ],
 )
-def test_public_data_sets_are_read_by_the_names_of_their_columns(
-    row: dict, answer: object, text: str, tmp_path: Path
-) -> None:
+def test_public_data_sets_are_read_by_columns(row: dict, answer: object, text: str, tmp_path: Path) -> None:
     columns = NAMED if "options" in row else replace(NAMED, choices=None)
     path = write_lines(tmp_path / "test.jsonl", {**row, "answers": "a column of theirs"})
     for source in (str(path), f"hf:{tmp_path}:test"):  # a local folder stands for the hub
@@ -180,9 +178,7 @@ def test_a_csv_file_has_named_columns(tmp_path: Path) -> None:
         ("q.csv", 'question,answer\n"2\n+2?",4\n,5\n', None, r"q\.csv, row 2: Expected `question` to hold text"),
     ],
 )  # fmt: skip
-def test_a_file_that_cannot_be_read_is_named(
-    name: str, content: str, columns: Columns | None, message: str, tmp_path: Path
-) -> None:
+def test_bad_files_are_named(name: str, content: str, columns: Columns | None, message: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text(content)
     with pytest.raises(InputError, match=message):
         read_question_file(tmp_path / name, columns=columns)

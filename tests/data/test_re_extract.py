@@ -182,9 +182,7 @@ def test_a_request_that_failed_stays_one() -> None:
     assert judge_anew(group, Mended()) == group
 
 
-def test_scores_that_compare_answers_are_removed_when_one_changed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_scores_that_compare_answers_go_when_one_changed(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     store = make_store(tmp_path)
     question = Question("one", "word_problems", (), "3")
     read_wrong: Callable[[Sample], Sample] = lambda s: replace(s, text=f"The answer is {s.index}.", answer="9")  # noqa: E731

@@ -109,7 +109,7 @@ def test_out_and_back(tmp_path: Path) -> None:
         ]
 
 
-def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     folder = write(tmp_path / "in", [row("q", 0, "x", correctness=0.5)])
     command = ["import-pool", "--path", str(folder), "--store_dir", str(tmp_path / "s")]
     assert run(command) == 1

@@ -153,9 +153,7 @@ def test_the_hub_is_asked_for_exactly_this(name: str, monkeypatch: pytest.Monkey
         task.load("nonsense")
 
 
-def test_a_repository_with_configurations_loads_through_datasets(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_repository_with_configurations_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")

@@ -72,9 +72,7 @@ PUBLISHED = [
 
 
 @pytest.mark.parametrize(("name", "metric", "value"), PUBLISHED)
-def test_the_trials_numbers_lie_within_the_spread_of_splits(
-    trials: list[Trial], name: str, metric: str, value: float
-) -> None:
+def test_the_trials_numbers_lie_within_the_spread(trials: list[Trial], name: str, metric: str, value: float) -> None:
     found = np.array([getattr(one.scores[name], metric) for one in trials])
     assert abs(found.mean() - value) <= 3.0 * found.std() + 1e-9, (found.mean(), found.std())
     assert found.std() < 0.03

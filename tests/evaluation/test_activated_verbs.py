@@ -60,7 +60,7 @@ def texts(store: Path) -> list:
 
 
 def test_generate_samples_the_base_and_says_so(
-    tiny_model: str, adapter: str, base_store: Path, own_store: Path, capsys: pytest.CaptureFixture[str]
+    tiny_model: str, adapter: str, base_store: Path, own_store: Path, capsys: pytest.CaptureFixture
 ) -> None:
     assert texts(own_store) == texts(base_store)
     base, own = (SampleStore(store).index() for store in (base_store, own_store))
@@ -102,7 +102,7 @@ def test_score_asks_the_adapter_about_the_bases_responses(
 
 
 def test_answer_is_as_confident_as_the_adapter(
-    tiny_model: str, adapter: str, own_store: Path, base_store: Path, capsys: pytest.CaptureFixture[str]
+    tiny_model: str, adapter: str, own_store: Path, base_store: Path, capsys: pytest.CaptureFixture
 ) -> None:
     question = next(iter(SampleStore(base_store).samples())).question
     found = {}
@@ -116,7 +116,7 @@ def test_answer_is_as_confident_as_the_adapter(
 
 @pytest.mark.slow
 def test_evaluate_scores_the_same_responses_again(
-    tiny_model: str, adapter: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tiny_model: str, adapter: str, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     options = {"num_samples": 4, "max_new_tokens": 40, "dtype": "float32", "num_resamples": 20, "strategies": []}
     tests = [TestSet("id", "word_problems", split="test_id", limit=4)]
@@ -146,7 +146,7 @@ def test_evaluate_scores_the_same_responses_again(
 
 
 def test_evaluate_samples_a_joint_adapter_itself(
-    tiny_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tiny_model: str, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     joint = str(write_export(shaken(tiny_model), tmp_path / "joint"))
     options: dict = {
@@ -163,7 +163,7 @@ def test_evaluate_samples_a_joint_adapter_itself(
 
 
 def test_questions_that_were_trained_on_are_told(
-    tiny_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tiny_model: str, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     far = SimpleNamespace(distance=lambda states: np.ones(len(states)), threshold=0.5)
     monkeypatch.setattr(Domain, "of", lambda folder: far if Path(folder).name == "joint" else None)
@@ -201,7 +201,7 @@ def write_config(folder: Path, tiny_model: str, store: Path, lora: dict) -> str:
 
 @pytest.mark.slow
 def test_predict_takes_an_exported_adapter(
-    tiny_model: str, adapter: str, base_store: Path, own_store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tiny_model: str, adapter: str, base_store: Path, own_store: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     lora = {**asdict(ACTIVATED), "target_modules": list(ACTIVATED.target_modules)}
     config = write_config(tmp_path, tiny_model, base_store, lora)

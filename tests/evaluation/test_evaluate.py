@@ -79,7 +79,7 @@ def _write(path: Path, *, num_questions: int, prefix: str, shift: int = 0, confi
     return str(write_number_pool(path, rows))
 
 
-def test_evaluate_pools_writes_tables_figures_and_settings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_evaluate_pools_writes_tables_figures_and_settings(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     pools = {
         "base": _write(tmp_path / "base.jsonl", num_questions=12, prefix="t"),
         "calibrated": _write(tmp_path / "after.jsonl", num_questions=12, prefix="t", shift=1),
@@ -169,7 +169,7 @@ def test_a_risk_threshold_is_held_against_its_promise(tmp_path: Path) -> None:
         run_evaluate(output_dir=str(tmp_path / "out"), max_samples=3, **given, **options)
 
 
-def test_pool_without_confidences_runs_what_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pool_without_confidences_runs_what_counts(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     path = _write(tmp_path / "bare.jsonl", num_questions=5, prefix="t", confidence=False)
     results = run_evaluate(output_dir=str(tmp_path / "out"), pools={"m": path}, num_reshuffles=2, num_resamples=20)
     strategies = {row["contender"]["strategy"] for row in results["strategies"]["test"]["budgets"]}
@@ -372,7 +372,7 @@ def test_a_smaller_evaluation_in_the_same_folder_reads_what_it_asks_for(tmp_path
 
 
 @pytest.mark.slow
-def test_evaluate_runs_on_the_bundled_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_evaluate_runs_on_the_bundled_model(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     tests = [TestSet("id", "word_problems", "test_id", limit=6), TestSet("ood", "word_problems", "test_ood", limit=4)]
     arguments = {"num_samples": 3, "max_new_tokens": 120, "num_resamples": 50, "num_reshuffles": 3, "tables": "short"}
     calibration = TestSet("calibration", "word_problems", "calibration", limit=8)

@@ -20,9 +20,6 @@ from selfcal_lightning.data.store.annotations import QuestionAnnotation
 from selfcal_lightning.metrics.bootstrap import resample_weights
 from selfcal_lightning.metrics.capability import skill, squared_error
 
-questions_of = evaluation.test_questions
-del evaluation.test_questions  # no test
-
 
 def judged(shares: list[int], size: int, estimates: dict[str, list[float]]) -> evaluation.TestQuestions:
     """Return questions with so many right ones of ``size`` responses."""
@@ -70,7 +67,7 @@ def test_numbers_by_hand() -> None:
     assert good.mse.low <= good.mse.value <= good.mse.high
 
 
-def test_questions_that_are_as_hard_as_one_another(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_questions_that_are_as_hard_as_one_another(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     pool = write_number_pool(tmp_path / "pool.jsonl", {f"q{i}": [{"text": "", "answer": "1"}] * 4 for i in range(4)})
     options: dict = {"estimator": ["agreeing_pairs"], "num_resamples": 5}
     found = run_evaluate_capability(str(pool), str(tmp_path / "out"), **options)
@@ -176,17 +173,17 @@ def test_abstention_by_hand() -> None:
 
 def test_an_estimate_is_not_judged_by_the_responses_that_it_read(written: Path) -> None:
     read = load_capability_pool(str(written / "store"), split="test", task=None)
-    test = questions_of(read, ["oracle", "probe", "agreeing_pairs"], estimate_samples=3)
+    test = evaluation.test_questions(read, ["oracle", "probe", "agreeing_pairs"], estimate_samples=3)
     assert set(test.truth.num_samples.tolist()) == {5}
     right = [sum(bool(s.correct) for s in entry.samples) for entry in read.pool.entries]
     np.testing.assert_allclose(3 * test.estimates["oracle"] + test.truth.num_correct, right)
     assert test.costs == {"oracle": 3, "probe": 0, "agreeing_pairs": 3}
     assert test.needs_labels == {"oracle"}
-    alone = questions_of(read, ["probe"], estimate_samples=3)
+    alone = evaluation.test_questions(read, ["probe"], estimate_samples=3)
     assert set(alone.truth.num_samples.tolist()) == {8}, "none is kept back where nothing reads responses"
 
 
-def test_what_is_written(written: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_written(written: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     output = tmp_path / "out"
     command = [
         "evaluate-capability", "--pool", str(written / "store"), "--output_dir", str(output), "--split", "test",

@@ -94,7 +94,7 @@ def test_rows_of_a_data_set_with_responses(tmp_path: Path) -> None:
         load_pool(path, task="gsm8k")
 
 
-def test_other_questions_under_the_same_ids_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_questions_under_the_same_ids_are_said(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     responses = {"a": [{"text": "The answer is 1."}], "b": [{"text": "The answer is 2."}]}
     base, same, other = (tmp_path / f"{name}.jsonl" for name in ("base", "same", "other"))
     write_number_pool(base, responses)
@@ -121,7 +121,7 @@ def test_test_sets_with_different_confidences_compare_those_of_all(tmp_path: Pat
         assert [row["name"] for row in found["strategies"][name]["confidences"]["model"]] == ["p_true"]
 
 
-def test_sides_without_a_test_set_in_common_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sides_without_a_test_set_in_common_are_named(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     path = str(write_number_pool(tmp_path / "pool.jsonl", {"a": [{"text": "The answer is 1."}], "b": [{"text": "2"}]}))
     apart = [PoolSource("before", path, test="first"), PoolSource("after", path, test="second")]
     run_evaluate(pools=apart, output_dir=str(tmp_path / "out"), strategies=[], num_resamples=5)

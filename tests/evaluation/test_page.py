@@ -143,7 +143,7 @@ def test_a_failed_request_is_a_wrong_response_and_no_missing_reference(
 
 
 def test_the_report_of_a_training_says_whose_confidences_it_shows(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     short = SamplingSettings(max_new_tokens=12)
     run_generate(
@@ -157,7 +157,7 @@ def test_the_report_of_a_training_says_whose_confidences_it_shows(
     assert "No report was written: " in capsys.readouterr().err
 
 
-def test_two_pools_are_compared_on_the_questions_of_both(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_pools_are_compared_on_the_questions_of_both(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     one, two = (write_pool(tmp_path / f"{ids.start}.jsonl", ids, in_turn) for ids in (range(6), range(2, 6)))
     page = run_view(str(one), str(two), output=str(tmp_path / "both.html"))
     index = packed(Path(page).read_text(), "index")
@@ -184,7 +184,7 @@ def evaluation(folder: Path, answers: str, ids: range, **fields: str) -> Path:
 
 
 def test_two_evaluations_are_compared_on_the_questions_of_both(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, two = evaluation(tmp_path / "a", "554", range(6)), evaluation(tmp_path / "b", "464", range(2, 8))
     page = Path(run_view(str(one), str(two), output=str(tmp_path / "both.html"))).read_text()

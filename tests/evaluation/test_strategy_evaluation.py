@@ -215,7 +215,7 @@ def test_uneven_questions_are_cut_to_the_shortest_and_it_is_said() -> None:
     assert any("end at 2 samples, as many as 'short' has" in note and "up to 4" in note for note in report.notes)
 
 
-def test_each_test_set_has_its_own_budget_in_the_short_tables(capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_test_set_has_its_own_budget_in_the_short_tables(capsys: pytest.CaptureFixture) -> None:
     wide, narrow = evaluate(pool_of(1), None, max_samples=4), evaluate(pool_of(2), None, max_samples=2)
     show_briefly([wide, replace(narrow, test="narrow")], Console(width=100))
     printed = capsys.readouterr().out

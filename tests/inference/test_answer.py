@@ -60,7 +60,7 @@ def questions_file(tmp_path: Path) -> Path:
     return write_lines(tmp_path / "questions.jsonl", *lines)
 
 
-def test_people_read_three_lines(oracle: Oracle, capsys: pytest.CaptureFixture[str]) -> None:
+def test_people_read_three_lines(oracle: Oracle, capsys: pytest.CaptureFixture) -> None:
     assert run(["answer", "--model", "bundled", "--question", f" {QUESTION}\n", "--threshold", "0.6"]) == 0
     out, err = capsys.readouterr()
     tokens = 3 * (40 + len(oracle.requests[0].query.suffix_ids))
@@ -72,9 +72,7 @@ def test_people_read_three_lines(oracle: Oracle, capsys: pytest.CaptureFixture[s
     assert oracle.closed
 
 
-def test_programs_read_one_object_a_line_in_the_order_of_the_file(
-    oracle: Oracle, questions_file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_programs_read_one_object_a_line(oracle: Oracle, questions_file: Path, capsys: pytest.CaptureFixture) -> None:
     arguments = ["answer", "--model", "bundled", "--questions", str(questions_file), "--json", "--max_samples", "4"]
     assert run([*arguments, "--threshold", "0.4"]) == 0
     out, err = capsys.readouterr()
@@ -104,9 +102,7 @@ class Hasty(Oracle):
         return replace(response, text=["First 3", "The answer is 5. To"][index], finish="length")
 
 
-def test_an_answer_is_not_taken_from_a_response_that_was_cut_before_it(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_answer_that_was_cut_off_is_none(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     monkeypatch.setattr(verb, "open_engine", lambda *args, **kwargs: Hasty(sure=lambda _: 0.87))
     assert run(["answer", "--model", "bundled", "--question", QUESTION, "--json"]) == 0
     row = json.loads(capsys.readouterr().out)
@@ -118,7 +114,7 @@ def test_an_answer_is_not_taken_from_a_response_that_was_cut_before_it(
     )
 
 
-def test_the_whole_budget_is_told(oracle: Oracle, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_whole_budget_is_told(oracle: Oracle, capsys: pytest.CaptureFixture) -> None:
     (answer,) = run_answer("bundled", QUESTION, strategy="self_consistency", max_samples=3)
     assert capsys.readouterr().out.splitlines()[1:] == [
         "A  3",
@@ -130,7 +126,7 @@ def test_the_whole_budget_is_told(oracle: Oracle, capsys: pytest.CaptureFixture[
     assert {request.query for request in oracle.requests} == {None}, "plain votes need no confidence query"
 
 
-def test_speculation_is_told(oracle: Oracle, capsys: pytest.CaptureFixture[str]) -> None:
+def test_speculation_is_told(oracle: Oracle, capsys: pytest.CaptureFixture) -> None:
     (answer,) = run_answer("bundled", QUESTION, threshold=0.2, lookahead=4)
     extra = answer.verdict.samples_generated - 1
     assert extra > 0
@@ -139,9 +135,7 @@ def test_speculation_is_told(oracle: Oracle, capsys: pytest.CaptureFixture[str])
     )
 
 
-def test_text_without_an_answer_and_failures_are_told(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_unreadable_text_and_failures_are_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     engine = ReplyingEngine(lambda _: Failure("out of tokens"))
     monkeypatch.setattr(verb, "open_engine", lambda *args, **kwargs: engine)
     with pytest.raises(RunError, match="None of 1 questions was answered: 2 requests failed"):
@@ -185,34 +179,29 @@ def test_a_budget_threshold_brings_the_strategy_along(oracle: Oracle, tmp_path: 
         choose_strategy("cisc", {}, fitted=fitted)
 
 
-def test_answers_below_a_risk_threshold_are_withheld(
-    oracle: Oracle, questions_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_unsure_answers_are_withheld(oracle: Oracle, questions_file: Path, capsys: pytest.CaptureFixture) -> None:
     fitted = fit_risk_threshold(EarlyStopping(threshold=0.5, max_samples=3), _pool(), risk=0.3, delta=0.2)
     assert fitted.threshold is not None
     assert 0.3 < fitted.threshold <= 0.95
-    fitted.save(tmp_path / "risk.json")
+    path = str(questions_file.with_name("risk.json"))
+    fitted.save(path)
     oracle.sure = lambda index: 0.3
-    (given,) = run_answer("bundled", QUESTION, threshold_file=str(tmp_path / "risk.json"))
+    (given,) = run_answer("bundled", QUESTION, threshold_file=path)
     assert "A  (withheld: confidence 0.300, and " in capsys.readouterr().out
     assert "is needed for an error rate of at most 0.3" in str(given.withheld_by)
     row = given.as_json()
     assert (row["answer"], row["correct"], row["response"], row["withheld"]) == (None, None, None, True)
     assert row["confidence"] == pytest.approx(0.3)
     oracle.sure = lambda index: 0.95
-    (given,) = run_answer("bundled", QUESTION, threshold_file=str(tmp_path / "risk.json"))
+    (given,) = run_answer("bundled", QUESTION, threshold_file=path)
     assert given.as_json()["answer"] == "3"
     lines = [json.loads(line) for line in questions_file.read_text().splitlines()]
     write_lines(questions_file, {**lines[0], "id": "c7"})
-    with pytest.raises(
-        ValueError, match=r"'early_stopping_risk_0\.3' was not fitted on, but got 1 of 1 .* such as 'c7'"
-    ):
-        run_answer("bundled", questions=str(questions_file), threshold_file=str(tmp_path / "risk.json"))
+    with pytest.raises(ValueError, match=r"'early_stopping_risk_0\.3' was not .* but got 1 of 1 .* such as 'c7'"):
+        run_answer("bundled", questions=str(questions_file), threshold_file=path)
 
 
-def test_a_threshold_wants_responses_sampled_like_those_of_its_fit(
-    oracle: Oracle, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_threshold_keeps_to_its_sampling(oracle: Oracle, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     fitted = fit_risk_threshold(EarlyStopping(threshold=0.5, max_samples=3), _pool(), risk=0.3, delta=0.2)
     facts = {
         "model": {"model": "there", "weights_sha256": "0" * 64, "adapter_sha256": None},
@@ -250,9 +239,7 @@ def test_a_threshold_wants_responses_sampled_like_those_of_its_fit(
         ),
     ],
 )  # fmt: skip
-def test_the_last_scorer_is_read_where_a_confidence_is(
-    name: str | None, fields: dict, with_scorer: bool, expected: object
-) -> None:
+def test_the_last_scorer_is_read(name: str | None, fields: dict, with_scorer: bool, expected: object) -> None:
     scorers: Sequence[Scaler] = [fit_scaler(random_pool(1), "platt", name="calm")] if with_scorer else []
     assert choose_strategy(name, fields, scorers=scorers) == expected
 
@@ -285,9 +272,7 @@ def test_the_most_confident_response_is_shown() -> None:
         (["--question", "x", "--sampling.temperature", "3"], "Expected `temperature` to lie in [0, 2]"),
     ],
 )
-def test_mistakes_are_one_line(
-    oracle: Oracle, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_mistakes_are_one_line(oracle: Oracle, arguments: list, message: str, capsys: pytest.CaptureFixture) -> None:
     assert run(["answer", "--model", "bundled", *arguments]) == 1
     out, err = capsys.readouterr()
     assert out == ""
@@ -312,9 +297,7 @@ def in_a_process(arguments: list[str]) -> int:
 
 
 @pytest.mark.parametrize("command", [run, pytest.param(in_a_process, marks=pytest.mark.slow)])
-def test_the_bundled_model_answers_on_the_command_line(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], command: Callable[[list[str]], int]
-) -> None:
+def test_the_bundled_model_answers_a_command(tmp_path: Path, capfd: pytest.CaptureFixture, command: Callable) -> None:
     """One JSON object a line and nothing else on standard output; also from a process of its own."""
     file = tmp_path / "q.txt"
     file.write_text(f"{QUESTION}\nMia has 5 pens. Tom has 3 more than Mia. How many pens do they have?\n")

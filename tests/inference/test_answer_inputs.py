@@ -96,7 +96,7 @@ def adapter(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_what_is_not_given_is_that_of_the_calibration(adapter: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_not_given_is_that_of_the_calibration(adapter: Path, capsys: pytest.CaptureFixture) -> None:
     found = CalibratedDefaults.of("bundled", str(adapter))
     assert found.task == "local_number"
     assert found.sampling_for(None) == TAUGHT
@@ -106,7 +106,7 @@ def test_what_is_not_given_is_that_of_the_calibration(adapter: Path, capsys: pyt
     assert "confidence of 0.43" in said
 
 
-def test_what_is_given_counts(adapter: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_given_counts(adapter: Path, capsys: pytest.CaptureFixture) -> None:
     found = CalibratedDefaults.of("bundled", str(adapter))
     for given in (SamplingSettings(max_new_tokens=7), SamplingSettings()):
         assert found.sampling_for(given) == given, "also where it is the default"

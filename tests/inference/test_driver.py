@@ -81,9 +81,7 @@ def test_speculation_stays_within_the_budget_and_changes_no_verdict() -> None:
         (EarlyStopping(confidence="half", max_samples=2), (HalfSure(),), True),
     ],
 )
-def test_the_query_is_put_only_where_its_answer_is_read(
-    strategy: Strategy, scorers: tuple[HalfSure, ...], asks: bool
-) -> None:
+def test_the_query_is_put_only_where_it_is_read(strategy: Strategy, scorers: tuple[HalfSure, ...], asks: bool) -> None:
     engine = CountingEngine()
     verdicts = run_strategy(strategy, fake_questions(5), live(engine, scorers=scorers))
     assert {request.query for request in engine.requests} == {CHAT.query if asks else None}
@@ -199,9 +197,7 @@ ABOVE = "Answer: 0.5000008"  # it differs from a half; what lies between equals 
         ("local_number", [ABOVE, HALF, "Answer: 0.5000004"], ["0.5000008", "0.5", "0.5000008"], [False, True, False]),
     ],
 )  # fmt: skip
-def test_answers_are_named_by_the_first_seen_that_is_equal(
-    name: str, texts: list[str], answers: list[str | None], correct: list[bool]
-) -> None:
+def test_equal_answers_are_named_by_the_first(name: str, texts: list[str], answers: list, correct: list[bool]) -> None:
     responses = [Response("r", text, (), "stop", 0.0) for text in texts]
     samples = judge(Question("q", name, (), reference="0.5"), responses, get_task(name), round=0)
     assert [sample.answer for sample in samples] == answers

@@ -36,9 +36,7 @@ OnModel = tuple[Callable[[int], EngineSource], list[QuestionSamples]]
 
 
 @pytest.mark.parametrize("answers", [[], [None]])
-def test_a_question_without_further_samples_ends_with_no_answer(
-    answers: list[None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_further_samples_is_no_answer(answers: list[None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = (ROOT / "docs" / "development" / "adding_a_strategy.md").read_text()
     (tmp_path / "documented.py").write_text(page.split("```python\n")[1].split("```")[0])
     for folder in (tmp_path, ROOT / "examples"):
@@ -78,9 +76,7 @@ STRATEGIES = [
 ]
 
 
-def assert_live_equals_replayed(
-    strategy: Strategy, source: EngineSource, pool: Sequence[QuestionSamples], lookahead: int
-) -> None:
+def assert_replayed(strategy: Strategy, source: EngineSource, pool: Sequence[QuestionSamples], lookahead: int) -> None:
     entries = scored_pool(pool, source.scorers)
     verdicts = run_strategy(strategy, [entry.question for entry in pool], source, lookahead=lookahead)
     for verdict, entry in zip(verdicts, entries, strict=True):
@@ -99,7 +95,7 @@ def test_live_equals_replayed_on_fakes(strategy: Strategy, seed: int, tmp_path: 
     draw = random.Random(seed)
     for lookahead in (0, 2):
         source = live(FakeEngine(slots=draw.randint(1, 12)), seed=seed, scorers=[HalfSure()])
-        assert_live_equals_replayed(strategy, source, pool, lookahead)
+        assert_replayed(strategy, source, pool, lookahead)
 
 
 @pytest.fixture(scope="module")
@@ -124,9 +120,7 @@ def on_model(tmp_path_factory: pytest.TempPathFactory) -> OnModel:
     ("strategy", "lookahead", "max_batch"),
     [(STRATEGIES[2], 2, 16), (STRATEGIES[5], 0, 3), (STRATEGIES[6], 1, 32), (STRATEGIES[7], 0, 8)],
 )
-def test_live_equals_replayed_on_the_bundled_model(
-    on_model: OnModel, strategy: Strategy, lookahead: int, max_batch: int
-) -> None:
+def test_live_equals_replayed_on_a_model(on_model: OnModel, strategy: Strategy, lookahead: int, max_batch: int) -> None:
     source, pool = on_model
     strategy = replace(strategy, max_samples=MOST_ON_MODEL)
-    assert_live_equals_replayed(strategy, source(max_batch), pool, lookahead)
+    assert_replayed(strategy, source(max_batch), pool, lookahead)

@@ -110,7 +110,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Engine]]:
 @pytest.mark.slow
 def test_vllm_searches_as_transformers_does(
     tiny_model: str, reward: str, chat: ChatFormat, started: list[Engine], questions: str,
-    capsys: pytest.CaptureFixture[str],
+    capsys: pytest.CaptureFixture,
 ) -> None:  # fmt: skip
     """Greedily both engines find the same by the same steps; drawn at random, what is counted was drawn.
 
@@ -178,7 +178,7 @@ def questions(tmp_path: Path) -> str:
 ])  # fmt: skip
 def test_strategies_read_a_reward_model_live(
     strategy: str, options: dict, reward: str, questions: str, tiny_model: str,
-    capsys: pytest.CaptureFixture[str],
+    capsys: pytest.CaptureFixture,
 ) -> None:  # fmt: skip
     fields = {"confidence": "prm", "max_samples": 2, **options}
     command = ["answer", "--model", tiny_model, "--task", "word_problems", "--questions", questions]

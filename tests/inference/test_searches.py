@@ -303,7 +303,7 @@ def test_what_cannot_be_searched_is_refused(search: Any, fields: dict[str, Any],
         search(Scripted(), **fields)
 
 
-def test_a_search_needs_a_reward_model_and_tokens(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_search_needs_a_reward_model_and_tokens(capsys: pytest.CaptureFixture) -> None:
     samples = (Sample("q", 0, 0, "7", None, "stop", "7", True),)
     with pytest.raises(InputError, match="token ids to score"):
         replay(AdaptiveBestOfN(Scripted(0.99)), QuestionSamples(QUESTION, samples, "t"))

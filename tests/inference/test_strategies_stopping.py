@@ -86,9 +86,7 @@ BY_HAND: dict[str, list[tuple[Any, str, list[float | None] | float, tuple[str | 
     ("strategy", "answers", "scores", "outcome", "confidence"),
     [pytest.param(*case, id=f"{rule}-{n}") for rule, cases in BY_HAND.items() for n, case in enumerate(cases)],
 )
-def test_rules_by_hand(
-    strategy: Any, answers: str, scores: Any, outcome: tuple[str | None, int, bool], confidence: float | None
-) -> None:
+def test_rules_by_hand(strategy: Any, answers: str, scores: Any, outcome: tuple, confidence: float | None) -> None:
     """The answer "-" is unreadable; one score stands for all."""
     given = scores if isinstance(scores, list) else [scores] * len(answers)
     verdict = replay(strategy, make_entry([None if answer == "-" else answer for answer in answers], given))
@@ -110,9 +108,7 @@ def test_rules_by_hand(
         (WindowStopping(3, mode="sliding"), "a-", [1, 1, 1], ("a", 2, False)),
     ],
 )
-def test_samples_are_asked_for_as_they_are_needed(
-    strategy: Any, answers: str, asks: list[int], outcome: tuple[str, int, bool]
-) -> None:
+def test_samples_are_asked_for_as_they_are_needed(strategy: Any, answers: str, asks: list[int], outcome: tuple) -> None:
     scores = [0.6] * (len(answers) - 1) + [0.9]
     entry = make_entry([None if answer == "-" else answer for answer in answers], scores)
     left, found = iter(entry.samples), []
@@ -145,9 +141,7 @@ def _cges(answers: Sequence[str | None], confidences: Sequence[float | None], **
     return replay(CGES(**{"threshold": 1.0, **settings}), make_entry(answers, confidences))
 
 
-def _reference_enumerated_posterior(
-    answers: Sequence[str], confidences: Sequence[float], wrong_answers: int
-) -> dict[str, float]:
+def _reference_posterior(answers: Sequence[str], confidences: Sequence[float], wrong_answers: int) -> dict[str, float]:
     """Bayes' rule over every possible truth, seen or not, with the products written out."""
     seen = list(dict.fromkeys(answers))
     possible = [*seen, *(f"not seen {i}" for i in range(wrong_answers + 1 - len(seen)))]
@@ -219,7 +213,7 @@ def test_the_posterior_is_bayes_rule(wrong_answers: int) -> None:
     for _ in range(40):
         answers = [draw.choice("abcd") for _ in range(draw.randint(1, 8))]
         confidences = [draw.uniform(0.05, 0.95) for _ in answers]
-        wanted = _reference_enumerated_posterior(answers, confidences, wrong_answers)
+        wanted = _reference_posterior(answers, confidences, wrong_answers)
         found = _cges(answers, confidences, wrong_answers=wrong_answers)
         assert found.answer == max(dict.fromkeys(answers), key=wanted.__getitem__)
         assert found.confidence == pytest.approx(wanted[str(found.answer)], abs=1e-9)

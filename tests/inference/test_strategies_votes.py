@@ -57,9 +57,7 @@ WEIGHTED = SelfConsistency(confidence=SCORE)
         (StandardisedVoting(max_samples=1, confidence=SCORE), "a-ba", [1.0, 9.0, 3.0, None], "a", 1.0),
     ],
 )  # fmt: skip
-def test_votes_by_hand(
-    strategy: Strategy, answers: str, scores: list[float | None] | None, answer: str, confidence: float | None
-) -> None:
+def test_votes_by_hand(strategy: Any, answers: str, scores: list | None, answer: str, confidence: float | None) -> None:
     verdict = verdict_of(strategy, [None if one == "-" else one for one in answers], scores)
     assert (verdict.answer, verdict.correct) == (answer, answer == "a")
     assert verdict.confidence == pytest.approx(confidence, abs=1e-9)  # z-scores have a tiny term below the fraction

@@ -36,9 +36,7 @@ def _responses(size: int = 500, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
     return confidence, generator.random(size) < confidence
 
 
-def _reference_naive_calibration_errors(
-    confidence: list[float], correct: list[bool], edges: np.ndarray
-) -> tuple[float, float]:
+def _reference_naive_errors(confidence: list[float], correct: list[bool], edges: np.ndarray) -> tuple[float, float]:
     """Return ECE and MCE by one loop over bins and one over responses."""
     expected, maximum = 0.0, 0.0
     for lower, upper in itertools.pairwise(edges):
@@ -75,7 +73,7 @@ def test_errors_equal_naive_loops(responses: list[tuple[float, bool]], num_bins:
     confidence, correct = [c for c, _ in responses], [y for _, y in responses]
     bins = reliability_bins(confidence, correct, num_bins=num_bins)
     edges = np.append(bins.lower, 1.0)
-    expected, maximum = _reference_naive_calibration_errors(confidence, correct, edges)
+    expected, maximum = _reference_naive_errors(confidence, correct, edges)
     assert expected_calibration_error(confidence, correct, num_bins=num_bins) == pytest.approx(expected, abs=1e-12)
     assert bins.maximum_error == pytest.approx(maximum, abs=1e-12)
     assert bins.count.sum() == len(responses)

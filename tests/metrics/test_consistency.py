@@ -16,9 +16,7 @@ POOL = st.lists(
 )
 
 
-def _reference_naive_soft_self_consistency(
-    answers: list[str | None], confidences: list[float | None]
-) -> list[float | None]:
+def _reference_naive_soft_votes(answers: list[str | None], confidences: list[float | None]) -> list[float | None]:
     votes = [
         (answer, confidence)
         for answer, confidence in zip(answers, confidences, strict=True)
@@ -87,7 +85,7 @@ def test_normalised_p_true_equals_the_vectors(vectors: Vectors) -> None:
 @given(POOL)
 def test_soft_self_consistency_equals_naive_loops(pool: list[tuple[str | None, float | None]]) -> None:
     answers, confidences = [answer for answer, _ in pool], [confidence for _, confidence in pool]
-    expected = _reference_naive_soft_self_consistency(answers, confidences)
+    expected = _reference_naive_soft_votes(answers, confidences)
     assert soft_self_consistency(answers, confidences) == [
         None if score is None else pytest.approx(score, abs=1e-12) for score in expected
     ]
@@ -112,9 +110,7 @@ def test_leave_one_out_is_unknown_without_others() -> None:
 
 @settings(deadline=None)
 @given(POOL, st.booleans())
-def test_leave_one_out_is_soft_self_consistency_without_the_own_vote(
-    pool: list[tuple[str | None, float | None]], drop_none: bool
-) -> None:
+def test_leave_one_out_mutes_the_own_vote(pool: list[tuple[str | None, float | None]], drop_none: bool) -> None:
     answers, confidences = [answer for answer, _ in pool], [confidence for _, confidence in pool]
     scores = leave_one_out(answers, confidences, drop_none=drop_none)
     for i, score in enumerate(scores):

@@ -27,7 +27,7 @@ def _reference_naive_pairs(confidence: list[float], correct: list[bool]) -> tupl
     return sum((r > w) + 0.5 * (r == w) for r in right for w in wrong), len(right) * len(wrong)
 
 
-def _reference_naive_within_question(
+def _reference_naive_within(
     confidence: list[float], correct: list[bool], question_index: list[int]
 ) -> discrimination.WithinQuestion:
     pairs = []
@@ -76,7 +76,7 @@ def test_auroc_equals_naive_pairs(responses: list[tuple[float, bool, int]]) -> N
 @given(RESPONSES)
 def test_within_question_equals_naive_loops(responses: list[tuple[float, bool, int]]) -> None:
     confidence, correct, question_index = _columns(responses)
-    expected = _reference_naive_within_question(confidence, correct, question_index)
+    expected = _reference_naive_within(confidence, correct, question_index)
     value = discrimination.within_question_discrimination(confidence, correct, question_index)
     assert value.num_questions == expected.num_questions
     assert value.mean == pytest.approx(expected.mean)

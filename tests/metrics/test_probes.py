@@ -89,9 +89,7 @@ def _layer(rows: int, *, hidden: int = 16, vocabulary: int = 40, dtype: torch.dt
 
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("tile", [1, 7 * 16, 10**6])
-def test_logits_are_those_of_the_layer_however_they_are_cut(
-    with_bias: bool, tile: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tiled_logits_are_those_of_the_layer(with_bias: bool, tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(output_layer, "_TILE_ELEMENTS", tile)
     hidden, weight, bias = _layer(5, dtype=torch.float64)
     expected = F.linear(hidden, weight, bias if with_bias else None)

@@ -334,9 +334,7 @@ def _prefixes() -> dict[str, Tensor]:
     return {name: torch.tensor(column) for name, column in columns.items()}
 
 
-def _steps_computed(
-    metric: StepMetrics | QuantileMetrics, columns: dict[str, Tensor], names: list[str]
-) -> dict[str, float]:
+def _steps_computed(metric: Metric, columns: dict[str, Tensor], names: list[str]) -> dict[str, float]:
     for start in range(0, len(columns["rate"]), 170):
         metric.update(*(columns[name][start : start + 170] for name in names))
     return metric.compute()

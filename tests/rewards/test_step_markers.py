@@ -69,7 +69,7 @@ def test_settings_without_a_marker_are_refused(steps: str, tmp_path: Path, tiny_
         check_source(replaced)
 
 
-def test_the_command_line_takes_a_marker(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_line_takes_a_marker(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     command = ["rollout", "--samples_dir", str(tmp_path), "--store_dir", str(tmp_path / "out"), "--steps"]
     assert run([*command, "marker:"]) != 0
     assert "to name the text after each step" in capsys.readouterr().err

@@ -158,7 +158,7 @@ def test_a_port_that_cannot_be_had_is_told_before_the_model_is_loaded(port: int 
 
 
 def test_while_the_model_is_loaded_a_reload_ends_nothing_and_the_address_can_be_used(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     def load(*args: Any, **options: Any) -> Any:
         assert callable(signal.getsignal(signal.SIGHUP))  # else it would end the tests
@@ -261,7 +261,7 @@ def test_a_label_that_the_disk_has_no_room_for_can_be_sent_again(tmp_path: Path)
 
 
 def test_labels_of_counted_votes_and_of_other_answers_lie_in_one_pool(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     feedback = Feedback(tmp_path)
     for i in range(24):

@@ -207,9 +207,7 @@ def test_the_file_loads_the_plugins_of_its_tasks(tmp_path: Path, monkeypatch: py
     monkeypatch.delitem(sys.modules, "my_plugin")
 
 
-def test_an_export_that_was_cut_short_is_made_again(
-    made: Selection, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cut_export_is_made_again(made: Selection, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(path: Path, data: bytes) -> None:
         if path.name == "sft.parquet":
             raise OSError("no space")

@@ -75,9 +75,7 @@ def test_false_arithmetic_is_said_to_be_false(made: Selection) -> None:
         ([["3² = 10"], ["①"]], [("3² = 10",), ("①",)], 0, 0),
     ],
 )
-def test_steps_are_grounded_said_once_and_not_the_answer(
-    made: Selection, forms: list[list[str]], left: Any, ungrounded: int, leaking: int
-) -> None:
+def test_steps_are_grounded_and_unique(made: Selection, forms: list, left: Any, ungrounded: int, leaking: int) -> None:
     one = next(examples(made))
     assert one.sample.text == "2+7=9. So the answer is 9."
     one = replace(one, sample=replace(one.sample, text="3+7=10."), row=replace(one.row, answer="10"))
@@ -97,9 +95,7 @@ def test_steps_are_grounded_said_once_and_not_the_answer(
         ("B", ["B", "(B)", "the answer is B"], ["B = 4", "bare"]),
     ],
 )
-def test_a_form_leaks_where_nothing_is_left_but_the_answer(
-    made: Selection, answer: str, leaks: list[str], computes: list[str]
-) -> None:
+def test_a_form_leaks_where_only_the_answer_is_left(made: Selection, answer: str, leaks: list, computes: list) -> None:
     one = next(examples(made))
     text = " ".join([*leaks, *computes])
     one = replace(one, sample=replace(one.sample, text=text), row=replace(one.row, answer=answer))

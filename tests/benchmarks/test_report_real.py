@@ -31,9 +31,7 @@ def entry() -> QuestionSamples:
     return QuestionSamples(question, samples, "test")
 
 
-def test_the_demonstration_is_one_task_with_a_report_of_its_own(
-    script: Script, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_demonstration_is_one_task_with_its_own_report(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
     report = script("report_real")
     monkeypatch.setattr(sys, "argv", ["report_real.py", "--demo"])
     options = report.STUDY.parse()
@@ -43,9 +41,7 @@ def test_the_demonstration_is_one_task_with_a_report_of_its_own(
 
 
 @pytest.mark.parametrize(("missing", "counts"), [(0, True), (1, True), (50, False)])
-def test_a_confidence_counts_where_nearly_all_responses_have_it(
-    script: Script, monkeypatch: pytest.MonkeyPatch, missing: int, counts: bool
-) -> None:
+def test_when_a_confidence_counts(script: Script, monkeypatch: pytest.MonkeyPatch, missing: int, counts: bool) -> None:
     report = script("report_real")
     index = SimpleNamespace(confidences={"one": np.array([math.nan] * missing + [0.5] * (100 - missing))})
     monkeypatch.setattr(report, "annotation_names", lambda store: ["one"])

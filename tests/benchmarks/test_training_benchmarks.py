@@ -73,9 +73,7 @@ def test_the_ways_give_the_same_losses_and_gradients(script: Script) -> None:
     assert max(errors.values()) < 1e-5
 
 
-def test_batches_on_a_gpu_have_a_mask_of_ones_and_give_the_same_losses(
-    script: Script, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_batches_on_a_gpu_have_full_masks_and_the_same_losses(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
     ways, made = script("_training_ways"), script("_training_rows")
     chat = made.bundled_chat()
     rows = made.random_rows(made.Lengths(9, 6), questions=2, samples=4, vocab_size=64)
@@ -162,9 +160,7 @@ def test_the_gpu_set_goes_through_on_a_cpu(tmp_path: Path) -> None:
     assert "TFLOP/s (tenths:" in shown
 
 
-def test_a_job_that_fails_or_hangs_costs_only_itself(
-    script: Script, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_job_that_fails_costs_only_itself(script: Script, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     script = script("gpu_training")
     options = type("Options", (), {"device": "cuda", "small": True, "seconds": 0.1})()
     monkeypatch.setattr(script, "SCRIPT", tmp_path / "job.py")

@@ -122,9 +122,7 @@ def test_the_concentration_is_fitted_where_none_is_given(written: Path, tmp_path
         run_allocate(**options)
 
 
-def test_a_threshold_that_bounds_the_wrong_responses(
-    written: Path, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_threshold_that_bounds_wrong_responses(written: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     store, output = str(written / "store"), tmp_path / "abstention.json"
     values = run_score_questions(probe=str(written / "probe"), store_dir=store, split="calibration")
     found = run_fit_abstention_threshold(store, str(output), risk=0.9, delta=0.2)

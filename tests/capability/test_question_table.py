@@ -11,9 +11,7 @@ from selfcal_lightning.data.pools.recorded import load_recorded_pool
 from selfcal_lightning.records import Message, Question, QuestionSamples, Sample
 
 
-def entry(
-    name: str, answers: list[str | None], *, judged: bool = True, logprob: float | None = -2.0
-) -> QuestionSamples:
+def entry(name: str, answers: list, *, judged: bool = True, logprob: float | None = -2.0) -> QuestionSamples:
     samples = tuple(
         Sample(name, index, 0, "", (1, 2, 3, 4), "stop", answer, answer == "7" if judged else None, logprob)
         for index, answer in enumerate(answers)

@@ -77,9 +77,7 @@ def test_rounds_are_drawn_from_the_policy_and_options_override(tmp_path: Path) -
     ],
     ids=str,
 )
-def test_what_cannot_be_is_refused_before_anything_is_written(
-    changes: dict[str, Any], message: str, tmp_path: Path
-) -> None:
+def test_what_cannot_be_is_refused_before_it_is_written(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=message):
         adapt(tmp_path / "adapt", **changes)
     assert not (tmp_path / "adapt").exists()

@@ -77,9 +77,7 @@ def test_a_trainer_verb_without_settings_says_what_to_give(verb: str, refused: R
     ],
     ids=lambda value: value[-2] if value[0] in VERBS else "",
 )
-def test_a_wrong_option_is_one_line_and_a_short_usage(
-    capsys: pytest.CaptureFixture, arguments: list[str], words: list[str]
-) -> None:
+def test_a_wrong_option_is_one_line_and_a_usage(capsys: pytest.CaptureFixture, arguments: list, words: list) -> None:
     status = exit_status([config_path("demo.yaml") if word == "CONFIG" else word for word in arguments])
     lines = [line for line in capsys.readouterr().err.splitlines() if "Loading PyTorch" not in line]
     assert lines[0].startswith(f"selfcal {arguments[0]}: error: ")
@@ -94,9 +92,7 @@ def test_a_wrong_option_is_one_line_and_a_short_usage(
 
 
 @pytest.mark.parametrize("named", [{}, {"_class_path": MODULE}], ids=["plain", "with its class"])
-def test_checkpoint_does_not_override_the_user(
-    named: dict[str, str], tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_users_beat_checkpoints(named: dict, tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lightning would end in an error without the class, and with it train the checkpoint's settings in silence."""
     import torch
 
@@ -124,9 +120,7 @@ def test_checkpoint_does_not_override_the_user(
     ids=lambda arguments: arguments[0],
 )
 @pytest.mark.parametrize("name", ["", " "])
-def test_an_empty_name_of_a_model_is_not_the_folder_one_stands_in(
-    arguments: list[str], name: str, refused: Refused
-) -> None:
+def test_an_empty_name_of_a_model_is_not_the_folder_here(arguments: list[str], name: str, refused: Refused) -> None:
     assert f"on the hub or 'bundled', but got {name!r}." in refused([*arguments, "--model", name])
 
 

@@ -13,6 +13,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from support.command_lines import Refused
 from support.number_pools import write_pool
 from support.processes import run_python
 
@@ -49,9 +50,7 @@ def status_of(arguments: list[str]) -> int | None:
     ],
     ids=lambda error: type(error).__name__,
 )
-def test_a_defect_is_told_from_a_mistake(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, error: Exception
-) -> None:
+def test_a_defect_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, error: Exception) -> None:
     monkeypatch.setattr(RUN, Mock(side_effect=error))
     assert run(EVALUATE) == FAILED
     shown = capsys.readouterr().err
@@ -76,12 +75,9 @@ def test_a_defect_is_told_from_a_mistake(
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
 )
-def test_a_mistake_is_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, error: Exception, said: str
-) -> None:
+def test_a_mistake_is_one_line(monkeypatch: pytest.MonkeyPatch, refused: Refused, error: Exception, said: str) -> None:
     monkeypatch.setattr(RUN, Mock(side_effect=error))
-    assert run(EVALUATE) == FAILED
-    (line,) = capsys.readouterr().err.splitlines()
+    (line,) = refused(EVALUATE).splitlines()
     assert line.startswith("selfcal evaluate: error: ")
     assert said in line
 
@@ -109,9 +105,7 @@ def worker(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[BaseExc
     return work
 
 
-def test_a_worker_tells_a_defect_from_a_mistake(
-    worker: Callable[[BaseException], int], capsys: pytest.CaptureFixture
-) -> None:
+def test_a_worker_tells_a_defect_from_a_mistake(worker: Callable, capsys: pytest.CaptureFixture) -> None:
     assert worker(KeyError("weights")) == FAILED
     shown = capsys.readouterr().err
     assert shown.startswith("worker 1 of 2: ")
@@ -119,9 +113,7 @@ def test_a_worker_tells_a_defect_from_a_mistake(
     assert "SELFCAL_TRACEBACK=1" in shown
 
 
-def test_a_worker_keeps_other_packages_quiet_too(
-    worker: Callable[[BaseException], int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_worker_keeps_other_packages_quiet_too(worker: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     logger = logging.getLogger("bitsandbytes.backends.cpu.ops")
     monkeypatch.setattr(logger, "filters", [])
     assert worker(KeyboardInterrupt()) == INTERRUPTED
@@ -154,9 +146,7 @@ STOPPED = {
 
 
 @pytest.mark.parametrize("verb", STOPPED)
-def test_ctrl_c_ends_in_one_line_that_says_what_is_kept(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, here: Path, verb: str
-) -> None:
+def test_ctrl_c_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, here: Path, verb: str) -> None:
     Path("asked.txt").write_text("What is 1 + 1?\nWhat is 2 + 2?\n")
     write_pool(here / "pool.jsonl")
     options, place, kept = STOPPED[verb]
@@ -188,9 +178,7 @@ def press_ctrl_c(*_: object, **__: object) -> NoReturn:
     raise AssertionError("the signal was not heard")
 
 
-def test_a_library_that_swallows_ctrl_c_does_not_hide_it(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, listening: None
-) -> None:
+def test_ctrl_c_is_not_hidden(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, listening: None) -> None:
     """Modules of C that are being imported put errors of their own on top of KeyboardInterrupt."""
 
     def load(*_: object) -> NoReturn:
@@ -221,9 +209,7 @@ def test_ctrl_c_in_a_training_says_how_it_goes_on_and_leaves_no_empty_logs(
     assert not list(here.rglob("version_*"))
 
 
-def test_a_failed_test_leaves_no_empty_logs(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, here: Path
-) -> None:
+def test_failed_tests_leave_no_logs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, here: Path) -> None:
     refuse = Mock(side_effect=errors.InputError("Expected something else."))
     monkeypatch.setattr("selfcal_lightning.callbacks.generation.start_engine", refuse)
     small = ["--data.test", "[{task: word_problems, split: test_id, limit: 2}]", "--data.num_samples", "2"]

@@ -89,9 +89,7 @@ def test_a_config_of_the_user_is_never_replaced(tiny_model: str, here: Path) -> 
 
 
 @pytest.mark.parametrize("content", [b"", b"no checkpoint"])
-def test_a_file_that_is_no_checkpoint_is_refused(
-    tiny_model: str, tmp_path: Path, content: bytes, refused: Refused
-) -> None:
+def test_what_is_no_checkpoint_is_refused(tiny_model: str, tmp_path: Path, content: bytes, refused: Refused) -> None:
     (tmp_path / "notes.ckpt").write_bytes(content)
     assert "Not a checkpoint that" in refused(validate(tiny_model, tmp_path / "notes.ckpt"))
 

@@ -23,9 +23,7 @@ from selfcal_lightning.data.store.parts import PartLock
 from selfcal_lightning.models.folders import config_path
 
 
-def test_reading_a_pool_shows_how_far_it_is(
-    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_imports_tell_progress(tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
     pool = write_pool(tmp_path / "pool.jsonl", questions=3, samples=2)
     assert run(["import-pool", "--path", pool, "--store_dir", str(tmp_path / "store")]) == 0
@@ -103,9 +101,7 @@ def test_one_process_alone_says_nothing_of_shares(tmp_path: Path, capsys: pytest
         ),
     ],
 )
-def test_a_refused_pool_says_what_is_wrong_and_writes_nothing(
-    command: list[str], words: list[str], here: Path, refused: Refused
-) -> None:
+def test_a_refused_pool_is_told_and_nothing_written(command: list, words: list, here: Path, refused: Refused) -> None:
     for questions in (3, 4):
         write_pool(here / f"{questions}.jsonl", questions=questions)
     shown = refused(command)
@@ -182,9 +178,7 @@ def test_a_stage_speaks_while_it_lasts(monkeypatch: pytest.MonkeyPatch, capsys: 
     assert capsys.readouterr().err == ""  # it is over, after an error too
 
 
-def test_progress_that_ends_at_once_may_leave_no_trace(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_quick_progress_may_leave_no_trace(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     with Progress(2, label="Checking", unit="lines", only_if_slow=True) as bar:
         assert list(counted("ab", bar)) == ["a", "b"]
     assert (bar.done, capsys.readouterr().err) == (2, "")

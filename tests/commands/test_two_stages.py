@@ -61,12 +61,15 @@ class Steps:
         return [" ".join([one[0], *(["check"] if "--check" in one else [])]) for one in self.asked]
 
 
+MakeSteps = Callable[..., Steps]
+
+
 def leave_export(folder: Path, *, run: str = "a run") -> None:
     (folder / MANIFEST).write_text(json.dumps({"format": 2, "kind": "adapter", "run": run, "files": {}}))
 
 
 @pytest.fixture
-def steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Steps]:
+def steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MakeSteps:
     def make(**settings: object) -> Steps:
         made = Steps(tmp_path / "run", **settings)
         monkeypatch.setattr(processes, "run_step", made)
@@ -79,9 +82,7 @@ def start(folder: Path, **changes: object) -> str:
     return run_tune_and_calibrate("demo-joint.yaml", "demo.yaml", str(folder / "run"), **{**OPTIONS, **changes})
 
 
-def test_both_stages_are_checked_before_anything_runs(
-    steps: Callable[..., Steps], tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_both_stages_are_checked_at_first(steps: MakeSteps, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     made, folder = steps(), tmp_path / "run"
     assert start(tmp_path) == str(folder / "merged")
     assert made.verbs == ["fit check", "fit check", "fit", "export", "fit"]
@@ -96,7 +97,7 @@ def test_both_stages_are_checked_before_anything_runs(
 
 
 @pytest.mark.parametrize("refused", ["tuned", "calibrated"])
-def test_a_stage_that_is_refused_stops_all(refused: str, steps: Callable[..., Steps], tmp_path: Path) -> None:
+def test_a_stage_that_is_refused_stops_all(refused: str, steps: MakeSteps, tmp_path: Path) -> None:
     made = steps(refused=refused)
     with pytest.raises(RuntimeError, match=f"stage {refused} did not pass"):
         start(tmp_path)
@@ -115,9 +116,7 @@ def test_a_stage_that_is_refused_stops_all(refused: str, steps: Callable[..., St
         (None, []),
     ],
 )
-def test_the_same_command_goes_on(
-    stops_at: str | None, again: list[str], steps: Callable[..., Steps], tmp_path: Path
-) -> None:
+def test_the_same_command_goes_on(stops_at: str | None, again: list, steps: MakeSteps, tmp_path: Path) -> None:
     steps(stops_at=stops_at)
     stops = nullcontext() if stops_at is None else pytest.raises(RuntimeError, match="with status 137")
     with stops:
@@ -127,7 +126,7 @@ def test_the_same_command_goes_on(
     assert made.verbs == again
 
 
-def test_a_model_that_was_merged_from_another_run_is_merged_again(steps: Callable[..., Steps], tmp_path: Path) -> None:
+def test_a_model_that_was_merged_from_another_run_is_merged_again(steps: MakeSteps, tmp_path: Path) -> None:
     steps(stops_at="calibrated")
     with pytest.raises(RuntimeError, match="Step 3/3"):
         start(tmp_path)
@@ -138,16 +137,14 @@ def test_a_model_that_was_merged_from_another_run_is_merged_again(steps: Callabl
     assert made.asked[0][-2:] == ["--overwrite", "true"]
 
 
-def test_all_weights_need_no_merge(steps: Callable[..., Steps], tmp_path: Path) -> None:
+def test_all_weights_need_no_merge(steps: MakeSteps, tmp_path: Path) -> None:
     made = steps()
     options = {**OPTIONS["tune_options"], "model": {"lora": None}}
     assert start(tmp_path, tune_options=options) == str(tmp_path / "run" / "tuned" / "adapter")
     assert made.verbs == ["fit check", "fit check", "fit", "fit"]
 
 
-def test_other_settings_than_those_that_were_begun_with_are_refused(
-    steps: Callable[..., Steps], tmp_path: Path
-) -> None:
+def test_other_settings_than_those_begun_with_are_refused(steps: MakeSteps, tmp_path: Path) -> None:
     steps(stops_at="calibrated")
     with pytest.raises(RuntimeError, match="Step 3/3"):
         start(tmp_path)
@@ -167,9 +164,7 @@ def test_other_settings_than_those_that_were_begun_with_are_refused(
         ("absent.yaml", "demo.yaml", {}, r"absent\.yaml"),
     ],
 )
-def test_stages_that_cannot_be(
-    tune: str, calibrate: str, options: dict, message: str, steps: Callable[..., Steps], tmp_path: Path
-) -> None:
+def test_bad_stages(tune: str, calibrate: str, options: dict, message: str, steps: MakeSteps, tmp_path: Path) -> None:
     made = steps()
     with pytest.raises(ValueError, match=message):
         run_tune_and_calibrate(tune, calibrate, str(tmp_path / "run"), **options)
@@ -177,7 +172,7 @@ def test_stages_that_cannot_be(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_launcher_is_refused(steps: Callable[..., Steps], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launcher_is_refused(steps: MakeSteps, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     steps()
     monkeypatch.setenv("WORLD_SIZE", "8")
     with pytest.raises(ValueError, match="got 8 from a launcher"):
@@ -242,9 +237,7 @@ def test_a_step_ends_when_its_lifeline_is_cut() -> None:
     step.stdout.close()
 
 
-def test_a_command_beside_another_writes_to_its_log_and_is_waited_for(
-    tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_command_beside_another_has_a_log_and_is_waited_for(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     log = tmp_path / "logs" / "beside.log"
     with processes.run_beside(["--version"], log):
         pass

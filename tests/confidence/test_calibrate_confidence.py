@@ -3,6 +3,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.command_lines import Refused
 from support.number_pools import write_number_pool
 
 from selfcal_lightning.cli import run
@@ -118,12 +119,9 @@ def test_a_fusion_may_read_a_scaled_part(pool: str, tmp_path: Path) -> None:
         (["fit-confidence", "--kind", "platt", "--features", "[p_true]"], "`features` is for `kind` fusion alone"),
     ],
 )
-def test_mistakes_are_told(
-    arguments: list[str], message: str, pool: str, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_mistakes_are_told(arguments: list[str], message: str, pool: str, tmp_path: Path, refused: Refused) -> None:
     output = tmp_path / "out.json"
-    assert run([arguments[0], "--pool", pool, "--output", str(output), *arguments[1:]]) == 1
-    assert message in capsys.readouterr().err
+    assert message in refused([arguments[0], "--pool", pool, "--output", str(output), *arguments[1:]])
     assert not output.exists()
 
 

@@ -274,9 +274,7 @@ def test_pieces_of_a_decoder_that_trims_its_start_are_those_of_the_whole() -> No
     assert token_pieces(lambda ids: "".join(words[i] for i in ids).strip(), [0, 1, 2, 3]) == ["a", " b", "c", " d"]
 
 
-def test_settings_reach_those_that_take_them_and_are_part_of_the_origin(
-    engine: TransformersEngine, tmp_path: Path
-) -> None:
+def test_settings_reach_those_that_take_them_and_the_origin(engine: TransformersEngine, tmp_path: Path) -> None:
     store = str(sample_store(engine, tmp_path / "store", num_questions=1).path)
     criteria = CriteriaSettings(steps="line", weight=0.0)
     run_score(["step_entropy", "coe_c"], store, criteria=criteria)
@@ -304,7 +302,7 @@ def test_wrong_settings_are_named(name: str, value: Any) -> None:
     ],
 )
 def test_settings_outside_of_their_bounds_are_refused(
-    tokens: TokenReader, name: str, settings: dict[str, float], said: str
+    tokens: TokenReader, name: str, settings: dict, said: str
 ) -> None:
     with pytest.raises(ValueError, match=said):
         ESTIMATORS[name](tokens, **settings)

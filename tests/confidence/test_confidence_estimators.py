@@ -54,9 +54,7 @@ def test_token_statistics_equal_the_naive_ones(
     assert estimator.is_probability is False
 
 
-def test_p_true_equals_the_naive_one_and_the_stored(
-    engine: TransformersEngine, pool: Pool, naive: list[list[Naive]]
-) -> None:
+def test_p_true_equals_the_naive_one_and_the_stored(engine: TransformersEngine, pool: Pool, naive: list) -> None:
     scores = flat(PTrue(engine, engine.chat).score(pool))
     assert scores == pytest.approx([one.p_true for row in naive for one in row], abs=1e-5)
     assert scores == pytest.approx([sample.p_true for entry in pool for sample in entry.samples], abs=1e-5)

@@ -53,9 +53,7 @@ def fit(pool: str, output: Path, *options: str) -> int:
 
 
 @pytest.mark.parametrize("goal", [("--budget", "2"), ("--accuracy", ".5"), ("--risk", ".5")])
-def test_the_budget_is_what_the_pool_can_test(
-    goal: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_the_budget_is_what_the_pool_can_test(goal: tuple, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     pool, output = write_pool(tmp_path / "pool.jsonl", widths=(3,), num_questions=120), tmp_path / "t.json"
     assert fit(pool, output, *goal) == 0
     content = json.loads(output.read_text())

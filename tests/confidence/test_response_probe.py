@@ -149,9 +149,7 @@ def test_an_unreadable_response_agrees_with_none() -> None:
     assert response_probe.probe_targets([entry], "label").tolist() == [1.0, 1.0, 0.0, 0.0]
 
 
-def test_the_states_are_the_mean_before_each_token_and_the_query_s_after_the_last_norm(
-    tiny_model: str, tokens: TokenReader, two_splits: Path
-) -> None:
+def test_the_states_are_the_mean_and_the_query_s(tiny_model: str, tokens: TokenReader, two_splits: Path) -> None:
     pool = list(SampleStore(two_splits).samples(split="test_id"))
     pool[0] = replace(pool[0], samples=(replace(pool[0].samples[0], text="", token_ids=()), *pool[0].samples[1:]))
     found = read_states(tokens, pool)
@@ -211,9 +209,7 @@ def test_states_that_were_read_before_a_stop_are_not_read_again(
     assert np.array(found[1:]) == pytest.approx(np.array(expected[1:]), abs=1e-6)
 
 
-def test_a_store_is_fitted_on_one_split_and_scored_on_the_other(
-    store: Path, tmp_path: Path, refused: Refused, capsys: pytest.CaptureFixture
-) -> None:
+def test_two_splits_of_a_store(store: Path, tmp_path: Path, refused: Refused, capsys: pytest.CaptureFixture) -> None:
     file = tmp_path / "probe.json"
     assert run(["fit-response-probe", "--pool", str(store), "--output", str(file)]) == 0
     assert "Fitted on 24 responses to 8 questions (0 left out): the " in capsys.readouterr().out
@@ -246,9 +242,7 @@ def test_a_store_is_fitted_on_one_split_and_scored_on_the_other(
     assert sorted(values) == pytest.approx(sorted(found.tolist()), abs=1e-4)
 
 
-def test_a_probe_of_another_model_or_a_damaged_one_is_refused(
-    store: Path, tokens: TokenReader, tmp_path: Path, refused: Refused
-) -> None:
+def test_bad_probes_are_refused(store: Path, tokens: TokenReader, tmp_path: Path, refused: Refused) -> None:
     pool, file = list(SampleStore(store).samples(split="train")), tmp_path / "probe.json"
     probe = fit_response_probe(
         pool, read_states(tokens, pool), target="agreement", origin={"model": {"weights_sha256": "0"}}
@@ -302,9 +296,7 @@ def test_a_live_response_has_the_confidence_of_a_recorded_one(
         load_live_probe(str(tmp_path / "probe.json"), "bundled", DEFAULT_QUERY, EngineOptions())
 
 
-def test_answers_stop_at_the_confidence_of_a_probe(
-    two_splits: Path, here: Path, refused: Refused, capsys: pytest.CaptureFixture
-) -> None:
+def test_answers_stop_by_a_probe(two_splits: Path, here: Path, refused: Refused, capsys: pytest.CaptureFixture) -> None:
     assert run(["fit-response-probe", "--pool", str(two_splits), "--output", "probe.json"]) == 0
     asked = [entry.question.text for entry in SampleStore(two_splits).samples(split="test_id")]
     write_lines(here / "test.jsonl", *({"question": text} for text in asked))

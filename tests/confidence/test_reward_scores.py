@@ -63,9 +63,7 @@ def test_scores_lie_beside_the_rows_and_choose_the_best_of_n(store: Path, prm: R
         )
 
 
-def test_an_equal_run_reuses_all_and_another_model_or_cut_is_refused(
-    store: Path, prm: RewardSettings, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_equal_runs_reuse_what_is_there(store: Path, prm: RewardSettings, monkeypatch: pytest.MonkeyPatch) -> None:
     (first,) = run_score("prm", str(store), reward=prm)
     assert (first.scored, first.encoded) == (TOTAL, TOTAL)
     monkeypatch.setattr(
@@ -136,9 +134,7 @@ PLUGIN = """
 
 
 @pytest.mark.usefixtures("unplugged")
-def test_a_format_of_a_plug_in_scores_a_pool_by_the_command_line(
-    tiny_model: str, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_format_of_a_plug_in_scores_a_pool(tiny_model: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     file = tmp_path / "stars.py"
     file.write_text(textwrap.dedent(PLUGIN))
     scored, texts = tmp_path / "scored.jsonl", ["So 0+1=1. The answer is 1.", "The answer is 3.", "   "]
@@ -162,9 +158,7 @@ def test_a_format_of_a_plug_in_scores_a_pool_by_the_command_line(
     assert "orm: scored 3 of 3 responses (0 had it before); 1 got none" in capsys.readouterr().err
 
 
-def test_empty_and_cut_responses_are_counted_or_scored_as_they_stand(
-    sampled: Path, prm: RewardSettings, tmp_path: Path
-) -> None:
+def test_empty_and_cut_responses_are_counted_or_scored_as_they_stand(prm: RewardSettings, tmp_path: Path) -> None:
     texts = ["34+75=109. The answer is 109.", "", "So 34+75=1"]
     pool = write_number_pool(tmp_path / "pool.jsonl", {"q": [{"text": text} for text in texts]})
     where = {"pool": str(pool), "output": str(tmp_path / "out.jsonl")}
@@ -176,9 +170,7 @@ def test_empty_and_cut_responses_are_counted_or_scored_as_they_stand(
 
 
 @pytest.mark.slow
-def test_an_evaluation_a_fusion_and_a_threshold_take_them_by_their_names(
-    store: Path, prm: RewardSettings, tiny_model: str, tmp_path: Path
-) -> None:
+def test_others_take_them_by_their_names(store: Path, prm: RewardSettings, tiny_model: str, tmp_path: Path) -> None:
     run_score(STEPS, str(store), reward=prm)
     format = reward_format("rlhflow-orm")
     whole = RewardSettings(stand_in(tiny_model, tmp_path / "orm", format), format.name)

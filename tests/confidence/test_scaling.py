@@ -93,9 +93,7 @@ def test_platt_is_finite_where_labels_are_all_one_or_perfectly_separated() -> No
 
 @pytest.mark.parametrize("takes_logit", [True, False])
 @pytest.mark.parametrize(("constant", "repeats"), [(0.9, 1), (0.3, 9), (0.1, 33)])
-def test_a_constant_confidence_scales_to_the_share_of_right_responses(
-    constant: float, repeats: int, takes_logit: bool
-) -> None:
+def test_a_constant_confidence_scales_to_the_share_right(constant: float, repeats: int, takes_logit: bool) -> None:
     """Rounding moves the mean of some constants off them, which is no variation to fit a slope to."""
     correct = np.array([1.0, 1.0, 0.0, 0.0, 0.0, 0.0] * repeats)
     map_ = scaling.PlattMap.fit(np.full(len(correct), constant), correct, takes_logit=takes_logit)

@@ -41,9 +41,7 @@ def rewrite(store: Path, folder: Path, change: Any, **fingerprint: Any) -> Path:
     return folder
 
 
-def test_scores_become_annotations_of_a_known_origin(
-    store: Path, engine: TransformersEngine, capsys: pytest.CaptureFixture
-) -> None:
+def test_scores_become_annotations(store: Path, engine: TransformersEngine, capsys: pytest.CaptureFixture) -> None:
     names = ["response_consistency", "self_certainty", "token_entropy"]
     reports = run_score(names, str(store))
     assert [(r.name, r.responses, r.reused, r.scored, r.unknown, r.encoded) for r in reports] == [
@@ -118,9 +116,7 @@ def test_the_model_of_the_store_is_taken_or_named(sampled: Path, tmp_path: Path,
     run_score("response_consistency", with_model("no-model-needed", model="imported"))
 
 
-def test_a_broken_run_goes_on_where_it_stopped(
-    sampled: Path, store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_broken_run_goes_on(sampled: Path, store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scoring, "CHUNK_RESPONSES", NUM_SAMPLES)  # a question at a time
     unbroken = shutil.copytree(sampled, tmp_path / "unbroken")
     run_score("self_certainty", str(unbroken))
@@ -151,9 +147,7 @@ def test_what_was_scored_is_shown_every_few_minutes(store: Path, monkeypatch: py
     assert Annotation(store, "response_consistency").record.rows == TOTAL
 
 
-def test_rows_that_got_none_are_counted_and_not_asked_again(
-    sampled: Path, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_rows_that_got_none_are_not_asked_again(sampled: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     def fail_first(sample: Any) -> Any:
         return replace(sample, text="", token_ids=(), finish=None, answer=None) if sample.index == 0 else sample
 

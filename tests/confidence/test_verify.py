@@ -49,9 +49,7 @@ def verdicts(store: SampleStore) -> dict[str, list[bool | None]]:
     return {group.question.id: [s.correct for s in group.samples] for group in SampleStore(store.path).samples()}
 
 
-def judged(
-    store: SampleStore, reply: Callable[[str], str], **options: object
-) -> tuple[VerificationReport, ReplyingEngine]:
+def judged(store: SampleStore, reply: Callable, **options: object) -> tuple[VerificationReport, ReplyingEngine]:
     engine = ReplyingEngine(reply, max_context=16_384)
     return verify_store(store, engine, FakeChat(), **options), engine  # type: ignore[arg-type]
 

@@ -115,9 +115,7 @@ def test_a_pool_goes_round(tmp_path: Path, token_ids: bool) -> None:
 SLOW = (r"\sum_{k=1}^{1000}\sin(k^2)", r"\sum_{k=1}^{1000}\cos(k^2)")
 
 
-def test_an_import_counts_what_it_could_not_decide(
-    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_undecided_is_counted(tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two expressions that nobody can compare: once with the reference each, and with each other."""
     quick = MathComparer(cpu_seconds=0.3)
     monkeypatch.setattr(math_processes, "_default", quick)

@@ -78,9 +78,7 @@ def test_generate_samples_the_base_and_says_so(
     assert "nothing is sampled" in capsys.readouterr().err
 
 
-def test_score_asks_the_adapter_about_the_bases_responses(
-    module: SelfCalibrationModule, adapter: str, base_store: Path, own_store: Path
-) -> None:
+def test_score_asks_the_adapter(module: SelfCalibrationModule, adapter: str, base_store: Path, own_store: Path) -> None:
     with pytest.raises(ValueError, match="bring 'p_true' of another model or query"):
         run_score("p_true", str(base_store), adapter=adapter)
     (report,) = run_score(
@@ -115,9 +113,7 @@ def test_answer_is_as_confident_as_the_adapter(
 
 
 @pytest.mark.slow
-def test_evaluate_scores_the_same_responses_again(
-    tiny_model: str, adapter: str, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_evaluate_scores_again(tiny_model: str, adapter: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     options = {"num_samples": 4, "max_new_tokens": 40, "dtype": "float32", "num_resamples": 20, "strategies": []}
     tests = [TestSet("id", "word_problems", split="test_id", limit=4)]
     results = run_evaluate(
@@ -145,9 +141,7 @@ def test_evaluate_scores_the_same_responses_again(
         run_evaluate(before=tiny_model, after=tiny_model, adapter=adapter, tests=tests)
 
 
-def test_evaluate_samples_a_joint_adapter_itself(
-    tiny_model: str, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_evaluate_samples_joint_adapters_itself(tiny_model: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     joint = str(write_export(shaken(tiny_model), tmp_path / "joint"))
     options: dict = {
         "output_dir": str(tmp_path / "out"), "num_samples": 2, "sampling": SamplingSettings(max_new_tokens=20),

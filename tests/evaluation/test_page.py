@@ -129,9 +129,7 @@ def test_view_shows_the_numbers_of_an_evaluation(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("confidence", [{"p_true": 0.5}, {}])
-def test_a_failed_request_is_a_wrong_response_and_no_missing_reference(
-    tmp_path: Path, confidence: dict[str, float]
-) -> None:
+def test_a_failed_request_is_a_wrong_response_and_no_missing_reference(tmp_path: Path, confidence: dict) -> None:
     responses = [{"text": text, "confidence": confidence} for text in "545"]
     failed = {"text": "", "answer": None, "correct": None}
     pool = write_number_pool(tmp_path / "pool.jsonl", {"a": [*responses, failed], "b": responses}, reference="4")
@@ -142,9 +140,7 @@ def test_a_failed_request_is_a_wrong_response_and_no_missing_reference(
     assert packed(Path(page).read_text(), "index")["numbers"]
 
 
-def test_the_report_of_a_training_says_whose_confidences_it_shows(
-    tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_the_report_of_a_training_says_whose_confidences_it_has(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     short = SamplingSettings(max_new_tokens=12)
     run_generate(
         "bundled", str(tmp_path / "samples"), "word_problems", "test_id", limit=2, num_samples=2, sampling=short

@@ -36,10 +36,8 @@ def estimate(value: float | None, half: float = 0.01) -> Estimate:
     return Estimate(value, None, None) if value is None else Estimate(value, value - half, value + half)
 
 
-def budget_row(
-    who: Contender, budget: int, accuracy: float, change: float, tokens: Estimate | None = None
-) -> BudgetRow:
-    parts = estimate(accuracy), estimate(budget - 0.5), tokens, estimate(change), estimate(change - 0.1)
+def budget_row(who: Contender, budget: int, accuracy: float, change: float) -> BudgetRow:
+    parts = estimate(accuracy), estimate(budget - 0.5), None, estimate(change), estimate(change - 0.1)
     return BudgetRow(who, budget, 0.75, *parts)
 
 

@@ -123,9 +123,7 @@ def test_pools_that_cannot_be_evaluated(entries: list, max_samples: int | None, 
         check_pool(recorded(entries), "the pool", max_samples=max_samples)
 
 
-def curve(
-    label: str, confidence: str | None, parameter: str, points: list[tuple[float, list[float], float]]
-) -> StrategyCurve:
+def curve(label: str, confidence: str | None, parameter: str, points: list) -> StrategyCurve:
     """Build a curve from (setting, correctness of each question, samples and tokens of each question)."""
     correct = np.array([point[1] for point in points])
     samples = np.array([[point[2]] * correct.shape[1] for point in points])

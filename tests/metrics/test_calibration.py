@@ -137,18 +137,16 @@ NUM_SETS, NUM_QUESTIONS, NUM_RESPONSES, NUM_RESAMPLES = 200, 150, 6, 200
 ENOUGH = 0.95 - 3.0 * math.sqrt(0.95 * 0.05 / NUM_SETS)
 
 
-def simulate(
-    excess: float, draw: np.random.Generator, *, num_questions: int = NUM_QUESTIONS
-) -> bootstrap.ScoredResponses:
+def simulate(excess: float, draw: np.random.Generator, *, number: int = NUM_QUESTIONS) -> bootstrap.ScoredResponses:
     """Draw responses that are right with their confidence less ``excess``; those to one question depend on each other.
 
     Confidences lie between .3 and .95, so that no chance is cut off and the population's ECE is ``excess``.
     """
-    ease = draw.uniform(0.35, 0.9, size=(num_questions, 1))
-    confidence = ease + draw.uniform(-0.05, 0.05, size=(num_questions, NUM_RESPONSES))
-    shared, own = draw.random((num_questions, 1)), draw.random(confidence.shape)
+    ease = draw.uniform(0.35, 0.9, size=(number, 1))
+    confidence = ease + draw.uniform(-0.05, 0.05, size=(number, NUM_RESPONSES))
+    shared, own = draw.random((number, 1)), draw.random(confidence.shape)
     luck = np.where(draw.random(confidence.shape) < 0.5, shared, own)
-    question = np.repeat(np.arange(num_questions), NUM_RESPONSES)
+    question = np.repeat(np.arange(number), NUM_RESPONSES)
     return bootstrap.ScoredResponses(confidence.ravel(), (luck < confidence - excess).ravel(), question)
 
 
@@ -197,7 +195,7 @@ def test_changes_and_ratios_hold_the_truth(before: float, after: float) -> None:
 def test_debiasing_by_simulation_of_its_formula() -> None:
     """The expected absolute gaps by drawing them, instead of the folded normal's mean."""
     draw = np.random.default_rng(11)
-    confidence, correct, question = columns(simulate(0.05, draw, num_questions=80))
+    confidence, correct, question = columns(simulate(0.05, draw, number=80))
     slot = np.minimum((confidence * 10).astype(int), 9)
     gaps, errors = np.zeros(10), np.zeros(10)
     for bin_number in range(10):

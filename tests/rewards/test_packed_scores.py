@@ -76,9 +76,7 @@ def test_all_steps_of_all_responses_of_questions_take_one_pass_behind_one_prompt
 
 
 @pytest.mark.parametrize("name", ["math-shepherd", "qwen2.5-math-prm", "reasoneval", "rlhflow-prm", "skywork-o1-prm"])
-def test_layouts_share_what_they_begin_alike_with(
-    name: str, tiny_model: str, samples: list[QuestionSamples], tmp_path: Path
-) -> None:
+def test_layouts_share_what_they_begin_alike_with(name: str, tiny_model: str, samples: list, tmp_path: Path) -> None:
     own = RewardSettings(stand_in(tiny_model, tmp_path / "m", reward_format(name)), name, "sentence")
     reader = open_rewards(own)
     alone = RewardReader(reader._model, reader._encoder, format=reader.format, steps="sentence", forward_tokens=1)

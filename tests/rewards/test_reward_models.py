@@ -260,9 +260,7 @@ def _scores(folder: str, name: str) -> list[list[float] | None]:
 
 
 @pytest.mark.parametrize(("window", "is_tied"), [(None, True), (None, False), (8, False)])
-def test_a_mistral_with_rows_of_its_output_layer(
-    window: int | None, is_tied: bool, tiny_model: str, tmp_path: Path
-) -> None:
+def test_a_mistral_with_rows_of_its_output(window: int | None, is_tied: bool, tiny_model: str, tmp_path: Path) -> None:
     options = {"sliding_window": window, "tie_word_embeddings": is_tied}
     folder = family(MistralConfig, tiny_model, tmp_path, "math-shepherd", **options)
     assert ("lm_head.weight" in load_file(tmp_path / "m" / "model.safetensors")) != is_tied
@@ -354,9 +352,7 @@ def test_vllm_says_of_an_export_what_transformers_says(tiny_model: str, store_di
         ("trl-prm", "its class is 'LlamaForCausalLM', and vLLM reads tokens of a `...ForTokenClassification`"),
     ],
 )
-def test_what_vllm_cannot_run_is_refused_before_it_starts(
-    name: str, message: str, tiny_model: str, tmp_path: Path
-) -> None:
+def test_what_vllm_cannot_run_is_refused_at_once(name: str, message: str, tiny_model: str, tmp_path: Path) -> None:
     folder = stand_in(tiny_model, tmp_path / "m", reward_format(name))
     with pytest.raises(InputError, match=f"{message}.*reward.engine: transformers"):
         check_rewards(RewardSettings(folder, name, engine="vllm"))

@@ -74,9 +74,7 @@ def test_prefixes_of_one_text_share_their_rollouts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["temperature", "platt", "isotonic"])
-def test_a_scaler_is_fitted_kept_and_read(
-    kind: Any, model: str, store_dir: str, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_scaler_is_kept(kind: Any, model: str, store_dir: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     path = tmp_path / "scaler.json"
     options = {"kind": kind, "split": "train", "num_samples": 4, "reward": settings_of(model)}
     fitted = run_fit_step_scaler(store_dir, str(path), **options)
@@ -94,9 +92,7 @@ def test_a_scaler_is_fitted_kept_and_read(
     assert worth["fitted after"]["steps/Brier"] <= worth["fitted before"]["steps/Brier"] + 1e-3
 
 
-def test_a_scaler_of_votes_needs_no_labels_and_is_read_by_score(
-    model: str, pool: Pool, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_scalers_of_votes_need_no_labels(model: str, pool: Pool, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     def unlabelled(question: Any, rng: Any) -> list[dict[str, Any]]:
         answers = [str(rng.choice(["7", "8"])) for _ in range(4)]
         return [{"text": f"So {a}+0={a}. The answer is {a}.", "answer": a, "correct": None} for a in answers]

@@ -19,7 +19,7 @@ import pytest
 from support.driver_fakes import live
 from support.fakes import FakeChat, FakeEngine, FakeTask, fake_questions
 from support.openai_engines import canned, connecting
-from support.openai_server import Exchange, FakeServer, Fault, is_silent
+from support.openai_server import Exchange, FakeServer, is_silent
 from support.processes import files_of_at_most, free_port
 from support.strategy_pools import drive
 
@@ -177,9 +177,7 @@ def test_while_the_model_is_loaded_a_reload_ends_nothing_and_the_address_can_be_
     assert f"http://[::1]:{port}/v1" in said
 
 
-def test_a_scorer_that_was_fitted_again_is_not_loaded_under_a_threshold_of_the_former(
-    here: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_refitted_scorer_is_not_loaded_under_a_former_threshold(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, found in (("load_chat", FakeChat()), ("open_engine", FakeEngine()), ("store_fingerprint", None)):
         monkeypatch.setattr(serve, name, lambda *args, found=found, **options: found)
     monkeypatch.setattr(choices, "check_sampled_alike", lambda *args: None)
@@ -196,9 +194,7 @@ def test_a_scorer_that_was_fitted_again_is_not_loaded_under_a_threshold_of_the_f
     asyncio.run(server.desk.close(0.0))
 
 
-def test_a_server_behind_this_one_gets_no_more_time_than_a_question(
-    here: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_behind_gets_no_more_time_than_a_question(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[EngineOptions] = []
     engine = lambda options, *args, **named: opened.append(options) or FakeEngine()  # noqa: E731
     for name, make in (("load_chat", lambda *args, **options: FakeChat()), ("open_engine", engine)):
@@ -260,9 +256,7 @@ def test_a_label_that_the_disk_has_no_room_for_can_be_sent_again(tmp_path: Path)
     assert Feedback(tmp_path).labelled == {"a": (0.9, True), "b": (0.9, False)}
 
 
-def test_labels_of_counted_votes_and_of_other_answers_lie_in_one_pool(
-    tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_labels_of_counted_votes_and_of_others_lie_in_one_pool(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     feedback = Feedback(tmp_path)
     for i in range(24):
         kept = {"stated" if i % 3 else "vote_share": i / 30}
@@ -384,9 +378,7 @@ def service(fitted: FittedThreshold | None = None) -> Service:
 
 
 @contextmanager
-def over_upstream(
-    upstream: FakeServer, faults: list[Fault], tiny_model: str, chat: ChatFormat, **limits: Any
-) -> Iterator:
+def over_upstream(upstream: FakeServer, faults: list, tiny_model: str, chat: ChatFormat, **limits: Any) -> Iterator:
     """Make a server before a server that has these faults, in this process."""
     sampling = SamplingSettings(edt_scale=None, max_new_tokens=20)
     with connecting(upstream, tiny_model, chat) as connect:
@@ -426,22 +418,7 @@ def client_of(server: Service) -> httpx.AsyncClient:
     return httpx.AsyncClient(transport=httpx.ASGITransport(server.app()), base_url="http://localhost")
 
 
-def test_a_body_and_the_end_may_be_without_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    server = service()
-    server.limits, server.desk.died = Limits(max_body_mb=math.inf, stop_s=math.inf), None
-
-    async def ask() -> int:
-        async with client_of(server) as client:
-            return (await client.post("/v1/feedback", json={"request_id": "none", "correct": True})).status_code
-
-    assert asyncio.run(ask()) == 404
-    monkeypatch.setattr("uvicorn.Server.run", lambda self: None)
-    running.serve(server, host="127.0.0.1", port=free_port())
-
-
-def test_readings_count_for_the_queue_at_once_and_are_answered_before_the_end(
-    chat: ChatFormat, tiny_model: str
-) -> None:
+def test_readings_count_at_once_and_are_answered_before_the_end(chat: ChatFormat, tiny_model: str) -> None:
     upstream = FakeServer(canned(chat), chat.tokenizer)
 
     async def wait(exchange: Exchange) -> None:
@@ -488,9 +465,7 @@ def test_the_query_of_a_response_that_a_stop_ended_delays_no_other_question(chat
 
 
 @pytest.mark.parametrize(("path", "turns"), zip(READ, (1, 2), strict=True))
-def test_a_reading_waits_for_the_thread_once_a_question(
-    chat: ChatFormat, tiny_model: str, path: str, turns: int
-) -> None:
+def test_a_reading_takes_the_thread_once_a_question(chat: ChatFormat, tiny_model: str, path: str, turns: int) -> None:
     upstream, waits = FakeServer(canned(chat), chat.tokenizer), []
 
     async def ask(server: Service) -> int:

@@ -151,9 +151,7 @@ def test_a_name_of_the_model_chooses_strategy_and_threshold(server: Server) -> N
         ({"frequency_penalty": 0, "user": "me", "metadata": {"a": "b"}}, 200, "286"),
     ],
 )
-def test_a_request_that_cannot_be_answered_is_refused_by_name(
-    server: Server, fields: dict, status: int, said: str
-) -> None:
+def test_a_request_without_an_answer_is_refused_by_name(server: Server, fields: dict, status: int, said: str) -> None:
     for stream in (False, True):
         fields = {"messages": [{"role": "user", "content": QUESTION}], "model": "bundled", "temperature": 0} | fields
         reply = server.post("/v1/chat/completions", fields | {"stream": stream})

@@ -200,17 +200,14 @@ def test_a_service_that_is_down_leaves_nothing_and_the_next_run_goes_on(
     assert again.extractor["backend"] == "rules"
 
 
-def test_a_service_that_never_answers_ends_the_run(made: Selection) -> None:
-    with pytest.raises(EngineStoppedError, match="503"):
-        _ask(lambda _: Failure("HTTP 503"), list(examples(made)), max_failures=2)
-
-
 def test_what_the_engine_refuses_has_no_steps_and_says_why(made: Selection) -> None:
     chosen = list(examples(made))[:2]
     found = _ask(lambda _: Failure("too strange", is_refusal=True), chosen)
     assert {one.reason for one in found} == {"refused"}
     long = replace(chosen[0], sample=replace(chosen[0].sample, text="1+1=2. " * 900))
     assert [one.reason for one in _ask(_equation, [long])] == ["no_room"], "for a reply"
+    with pytest.raises(EngineStoppedError, match="503"):
+        _ask(lambda _: Failure("HTTP 503"), list(examples(made)), max_failures=2)
 
 
 def test_steps_of_another_selection_are_not_taken(selection: Selection, made: Selection, tmp_path: Path) -> None:

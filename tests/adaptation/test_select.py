@@ -4,18 +4,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.selection_stores import NUM_QUESTIONS, NUM_SAMPLES, select, sums_entry, sums_store
+from support.store_samples import annotate
 from support.strategy_pools import random_pool
 
 from selfcal_lightning.adaptation.picking import SelectionSettings, fit_votes, label_of, select_rows
 from selfcal_lightning.adaptation.selection_files import examples, read_selection
 from selfcal_lightning.cli import run
 from selfcal_lightning.confidence.base import confidence_of
-from selfcal_lightning.data.store.annotations import Annotation
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.records import QuestionSamples
 
@@ -250,25 +249,18 @@ def test_what_cannot_be_is_refused(store: Path, tmp_path: Path, options: dict[st
 @pytest.mark.parametrize("options", [{"keep": "steady"}, {"pick": "steady", "keep": "pick"}])
 def test_a_score_within_questions_picks_and_does_not_keep(store: Path, tmp_path: Path, options: dict[str, str]) -> None:
     shutil.copytree(store, tmp_path / "store")
-    written = SampleStore(tmp_path / "store")
-    index, shards = written.index(), written.manifest.shards
-    annotation = Annotation(written.path, "steady")
-    annotation.write_part("run", "0", index, np.ones(len(index)), shards)
-    annotation.publish("run", ["0"], origin={"estimator": "sasc_std"}, details={})
+    annotate(tmp_path / "store", "steady", 1.0, estimator="sasc_std")
     with pytest.raises(ValueError, match="'steady' compares responses to one"):
-        select(written.path, tmp_path / "chosen", **options)
-    picked = select(written.path, tmp_path / "chosen", pick="steady", threshold=0.5)
+        select(tmp_path / "store", tmp_path / "chosen", **options)
+    picked = select(tmp_path / "store", tmp_path / "chosen", pick="steady", threshold=0.5)
     assert {row.pick_score for row in picked.kept} == {1.0}
 
 
 def test_a_stored_confidence_called_fused_keeps_questions(store: Path, tmp_path: Path) -> None:
     shutil.copytree(store, tmp_path / "store")
-    written = SampleStore(tmp_path / "store")
-    index, shards = written.index(), written.manifest.shards
-    annotation = Annotation(written.path, "fused")  # as `selfcal fit-confidence` names it
-    annotation.write_part("run", "0", index, index.question_index / NUM_QUESTIONS, shards)
-    annotation.publish("run", ["0"], origin={"estimator": "fused"}, details={})
-    chosen = select(written.path, tmp_path / "chosen", keep="fused", keep_count=3)
+    values = SampleStore(store).index().question_index / NUM_QUESTIONS
+    annotate(tmp_path / "store", "fused", values, estimator="fused")  # as `selfcal fit-confidence` names it
+    chosen = select(tmp_path / "store", tmp_path / "chosen", keep="fused", keep_count=3)
     assert [row.question_id for row in chosen.kept] == ["q009", "q010", "q011"]
     assert [row.scores["fused"] for row in chosen.kept] == [0.75, 10 / 12, 11 / 12]
 

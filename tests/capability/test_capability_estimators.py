@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from support.capability_pools import capability_store, made_up
 from support.fakes import FakeChat, ReplyingEngine, fake_questions
+from support.store_samples import annotate
 
 from selfcal_lightning.capability import evaluation as estimates
 from selfcal_lightning.capability.estimators import RESPONSE_ESTIMATORS, VERBAL_ESTIMATORS, verbalized_before
@@ -16,7 +17,7 @@ from selfcal_lightning.capability.question_table import load_capability_pool
 from selfcal_lightning.commands.capability import run_evaluate_capability, run_score_questions
 from selfcal_lightning.confidence.verbalized import NUMBERS, TEN_WORDS
 from selfcal_lightning.core.errors import InputError
-from selfcal_lightning.data.store.annotations import Annotation, QuestionAnnotation
+from selfcal_lightning.data.store.annotations import QuestionAnnotation
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.data.tasks.registry import load_some
 from selfcal_lightning.metrics.bootstrap import resample_weights
@@ -27,11 +28,10 @@ from selfcal_lightning.records import QuestionSamples
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A store whose responses have P(True) and one confidence more, a question of the test split without both."""
     folder = capability_store(tmp_path_factory.mktemp("estimators") / "store")
-    index, shards = SampleStore(folder).index(), SampleStore(folder).manifest.shards
+    index = SampleStore(folder).index()
     values = np.where(index.correct == 1.0, 0.75, 0.25)
     values[index.question_id == "word_problems/test_id/000000"] = np.nan
-    Annotation(folder, "verbalized_words").write_part("r", "p", index, values, shards)
-    Annotation(folder, "verbalized_words").publish("r", ["p"], origin={"by": "hand"}, details={})
+    annotate(folder, "verbalized_words", values)
     return folder
 
 

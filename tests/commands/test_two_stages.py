@@ -189,6 +189,8 @@ def test_options_reach_the_settings_wherever_they_are(tmp_path: Path) -> None:
     mine = tmp_path / "demo.yaml"
     mine.write_text(yaml.safe_dump(settings | {"seed_everything": 7}))
     assert read_stage(str(mine), {}, stage="tune")["seed_everything"] == 7
+    with pytest.raises(ValueError, match=r"`callbacks` is a list.* not `callbacks\.monitor`"):
+        override({"trainer": {"callbacks": [{"class_path": "A"}]}}, {"trainer.callbacks.monitor": "val/loss"})
 
 
 def test_what_a_stage_writes_lies_in_its_folder(tmp_path: Path) -> None:
@@ -297,8 +299,3 @@ def test_killed_in_either_stage_the_same_command_goes_on(tmp_path: Path) -> None
     settings = {"sampling": SamplingSettings(max_new_tokens=60), "max_samples": 2}
     (answer,) = run_answer(str(merged), adapter=str(adapter), question=question, **settings)
     assert 1 <= answer.verdict.samples_used <= 2
-
-
-def test_an_option_inside_a_list_does_not_replace_the_list() -> None:
-    with pytest.raises(ValueError, match=r"`callbacks` is a list.* not `callbacks\.monitor`"):
-        override({"trainer": {"callbacks": [{"class_path": "A"}]}}, {"trainer.callbacks.monitor": "val/loss"})

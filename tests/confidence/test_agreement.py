@@ -174,13 +174,10 @@ def test_what_looks_at_other_responses_says_so() -> None:
     assert looking == {"response_consistency", *among, *meanings}
 
 
-def test_unknown_names_are_answered_with_the_nearest() -> None:
-    with pytest.raises(ValueError, match=r"got 'self_certanty'\. Did you mean 'self_certainty'\?"):
-        ESTIMATORS["self_certanty"]
-
-
-def test_settings_are_the_defaults_with_changes() -> None:
+def test_names_and_settings() -> None:
     consistency = ESTIMATORS["response_consistency"](**estimator_settings("response_consistency", num_samples=1))
     entry = entry_of(["7", "8"])
     assert sorted(consistency.score([entry])[0]) == [0.0, 1.0]
     assert consistency.score([replace(entry, samples=())]) == [[]]
+    with pytest.raises(ValueError, match=r"got 'self_certanty'\. Did you mean 'self_certainty'\?"):
+        ESTIMATORS["self_certanty"]

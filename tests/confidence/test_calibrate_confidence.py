@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from support.command_lines import Refused
 from support.number_pools import write_number_pool
+from support.store_samples import annotate
 
 from selfcal_lightning.cli import run
 from selfcal_lightning.confidence.fusion import Fusion, load_scorer
@@ -127,18 +128,9 @@ def test_mistakes_are_told(arguments: list[str], message: str, pool: str, tmp_pa
 
 def test_annotations_of_a_store_are_merged_in(pool: str, tmp_path: Path) -> None:
     """A confidence that was computed later lies beside the rows; a fusion that names it gets it."""
-    from selfcal_lightning.data.store.annotations import Annotation
-    from selfcal_lightning.data.store.sample_store import SampleStore
-
     folder = tmp_path / "store"
     assert run(["import-pool", "--path", pool, "--store_dir", str(folder)]) == 0
-    store = SampleStore(folder)
-    index = store.index()
-    shards = store.manifest.shards
-    annotation = Annotation(folder, "length_score")
-    values = np.linspace(-1.0, 1.0, len(index))
-    annotation.write_part("run", "0", index, values, shards)
-    annotation.publish("run", ["0"], origin={"by": "test"}, details={})
+    annotate(folder, "length_score", np.linspace(-1.0, 1.0, NUM_QUESTIONS * 6))
     output = tmp_path / "fused.json"
     features = '["sequence_logprob", "length_score"]'
     assert run(["fit-confidence", "--pool", str(folder), "--output", str(output), "--features", features]) == 0

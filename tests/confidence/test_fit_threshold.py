@@ -138,18 +138,15 @@ def test_what_depends_on_the_other_responses_is_refused(tmp_path: Path, capsys: 
     assert not (tmp_path / "t.json").exists()
 
 
-def test_orders_are_for_a_budget_or_an_accuracy(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    pool = write_pool(tmp_path / "pool.jsonl")
-    assert fit(pool, tmp_path / "t.json", "--risk", "0.5", "--num_reshuffles", "5") == 1
-    assert "`num_reshuffles` is for a `budget` or an `accuracy`" in capsys.readouterr().err
-
-
-def test_a_field_is_given_once(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_options_that_do_not_fit(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     pool = write_pool(tmp_path / "pool.jsonl")
     assert fit(pool, tmp_path / "t.json", "--budget", "2", "--max_samples", "2", "--settings.max_samples", "3") == 1
     assert "Expected `max_samples` once" in capsys.readouterr().err
     assert fit(pool, tmp_path / "t.json", "--budget", "2", "--settings.max_samples", "3") == 0
     assert FittedThreshold.load(tmp_path / "t.json").fields["max_samples"] == 3
+    pool = write_pool(tmp_path / "pool.jsonl")
+    assert fit(pool, tmp_path / "t.json", "--risk", "0.5", "--num_reshuffles", "5") == 1
+    assert "`num_reshuffles` is for a `budget` or an `accuracy`" in capsys.readouterr().err
 
 
 def evaluate(folder: Path, test: str, **options: object) -> dict:

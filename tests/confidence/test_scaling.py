@@ -213,7 +213,7 @@ def test_a_file_that_is_not_whole_is_refused(change: dict[str, Any], message: st
         load_scorer(path)
 
 
-def test_an_edited_slope_is_refused(tmp_path: Path) -> None:
+def test_an_edited_slope_and_what_is_no_object_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "scaler.json"
     scaling.fit_scaler(overconfident_pool(5), "platt").save(path)
     content = json.loads(path.read_text())
@@ -221,15 +221,12 @@ def test_an_edited_slope_is_refused(tmp_path: Path) -> None:
     path.write_text(json.dumps(content))
     with pytest.raises(InputError, match=r"scaler\.json was changed or is damaged"):
         load_scorer(path)
-
-
-@pytest.mark.parametrize("text", ["{", "[]"])
-def test_what_is_no_object_is_refused(text: str, tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="absent"):
         load_scorer(tmp_path / "absent.json")
-    (tmp_path / "text.json").write_text(text)
-    with pytest.raises(ValueError, match=r"text\.json"):
-        load_scorer(tmp_path / "text.json")
+    for text in ("{", "[]"):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=r"scaler\.json"):
+            load_scorer(path)
 
 
 def test_scorers_stand_in_the_order_of_computation(tmp_path: Path) -> None:

@@ -166,6 +166,8 @@ def test_other_settings_are_refused_or_take_the_place(store: Path) -> None:
     run_score("response_consistency", str(store), consistency_samples=2, overwrite=True)
     pool = list(SampleStore(store).samples())
     assert confidences_of(store, "response_consistency") == flat(ResponseConsistency(num_samples=2).score(pool))
+    with pytest.raises(ValueError, match="split 'nowhere', round 0, task None"):
+        run_score("response_consistency", str(store), split="nowhere")
 
 
 def test_shares_make_up_the_whole(store: Path) -> None:
@@ -308,11 +310,6 @@ def test_bad_pools_are_named(pool: Path, tmp_path: Path) -> None:
 def test_mistakes_are_named(arguments: dict[str, Any], field: str) -> None:
     with pytest.raises(ValueError, match=f"`{field}`"):
         run_score(**{"estimator": "p_true", **arguments})
-
-
-def test_an_unknown_split_is_named(store: Path) -> None:
-    with pytest.raises(ValueError, match="split 'nowhere', round 0, task None"):
-        run_score("response_consistency", str(store), split="nowhere")
 
 
 def test_the_command_line(store: Path, capsys: pytest.CaptureFixture) -> None:

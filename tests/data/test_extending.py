@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from support.fake_runs import contents, open_store, run
 from support.fakes import FakeTask, fake_questions
+from support.store_samples import annotate
 
 from selfcal_lightning.commands.generate import run_generate
 from selfcal_lightning.commands.pools import re_extract_answers
@@ -70,6 +71,9 @@ def test_other_splits_keep_their_number(tmp_path: Path) -> None:
         run(tmp_path, QUESTIONS[:4], num_samples=6)
     with pytest.raises(InputError, match="to be 6, since 1 questions are missing"):
         run(tmp_path, fake_questions(5, prefix="t"), num_samples=2, split="test")
+    open_store(tmp_path / "any", num_samples=None)
+    with pytest.raises(InputError, match="where a plan or an import decided"):
+        run(tmp_path / "any", QUESTIONS[:2], num_samples=3, extend=True)
 
 
 def test_values_of_the_rows_stay(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -105,9 +109,7 @@ def test_values_in_another_order_find_their_rows(tmp_path: Path) -> None:
         contents(tmp_path)
     store, values = SampleStore(tmp_path), np.arange(12 * 4) / 100
     index, order = store.index(), np.random.default_rng(0).permutation(12 * 4)
-    annotation = Annotation(tmp_path, "mine")
-    annotation.write_part("run", "p", index.select(order), values[order], store.manifest.shards)
-    annotation.publish("run", ["p"], origin={"by": "hand"}, details={})
+    annotate(tmp_path, "mine", values[order], index=index.select(order))
     assert store.index(confidences=["mine"]).confidences["mine"].tolist() == values.tolist()
 
 
@@ -163,9 +165,3 @@ def test_the_verb_draws_what_is_missing(tmp_path: Path, shallow_model: str, caps
     SamplePlan({"word_problems/test_id/000000": 1}, {}).save(tmp_path / "plan.json")
     with pytest.raises(InputError, match="`extend` without a `plan`"):
         generate("other", 4, extend=True, plan=str(tmp_path / "plan.json"))
-
-
-def test_a_store_of_any_number_is_not_extended(tmp_path: Path) -> None:
-    open_store(tmp_path, num_samples=None)
-    with pytest.raises(InputError, match="where a plan or an import decided"):
-        run(tmp_path, QUESTIONS[:2], num_samples=3, extend=True)

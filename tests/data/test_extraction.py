@@ -71,6 +71,11 @@ READINGS: dict[Callable[[str], str | None], list[tuple[str, str | None]]] = {
         (r"\boxed{\frac{1}{\boxed{2}}}", r"\frac{1}{2}"), (r"\boxed{1} then \boxed{2", "1"),
         (r"\boxed{\{1,2\}}", r"\{1,2\}"),
     ],
+    extraction.normalise_short_text: [
+        *((same, same) for same in ("1.5", "15", "-5", "5", ".5")), ("No. 5", "no 5"), ("U.S.A.", "usa"),
+        ("1999-2000", "19992000"), ("$1,200.50", "1200.50"),
+    ],
+    extraction.final_part: [("<think>a</think><think>b", None)],
 }  # fmt: skip
 
 
@@ -142,10 +147,6 @@ def test_hostile_texts_are_read_in_linear_time(filler: str) -> None:
     assert time.process_time() - start < 5.0
 
 
-def test_open_reasoning_has_no_final_part() -> None:
-    assert extraction.final_part("<think>a</think><think>b") is None
-
-
 def test_reference_vectors_selfcal(vectors: Vectors) -> None:
     cases = vectors("answer_extraction_selfcal")["cases"]
     assert len(cases) >= 30
@@ -162,10 +163,3 @@ def test_reference_vectors_qwen_extract(vectors: Vectors) -> None:
     for case in vectors("qwen_math_extract")["cases"]:
         expected = extraction.last_boxed(case["extracted"]) or case["extracted"]
         assert (read_expression(case["text"]) or "") == expected, case
-
-
-def test_a_short_text_keeps_the_point_and_the_sign_of_a_number() -> None:
-    texts = ["1.5", "15", "-5", "5", ".5", "No. 5", "U.S.A.", "1999-2000", "$1,200.50"]
-    assert [extraction.normalise_short_text(text) for text in texts] == [
-        "1.5", "15", "-5", "5", ".5", "no 5", "usa", "19992000", "1200.50",
-    ]  # fmt: skip

@@ -48,13 +48,7 @@ def pool() -> list[dict]:
     ]
 
 
-def test_questions_without_a_response_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    path = write_lines(tmp_path / "pool.jsonl", *pool())
-    assert [entry.question.id for entry in load_recorded_pool(path).entries] == ["a", "b"]
-    assert f"1 of 3 questions in {path} have no response and are left out" in capsys.readouterr().err
-
-
-def test_a_pool_is_read_judged_and_counted(tmp_path: Path) -> None:
+def test_a_pool_is_read_judged_and_counted(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     path = write_lines(tmp_path / "pool.jsonl", *pool())
     report = import_pool(path, tmp_path / "store", split="train")
     assert (report.questions, report.reused, report.without_responses, report.responses) == (3, 0, 1, 5)
@@ -73,6 +67,9 @@ def test_a_pool_is_read_judged_and_counted(tmp_path: Path) -> None:
     assert store.round_manifest().fingerprint.model.model == "imported"
     again = import_pool(path, tmp_path / "store", split="train")
     assert (again.reused, again.responses) == (2, 0)
+    path = write_lines(tmp_path / "pool.jsonl", *pool())
+    assert [entry.question.id for entry in load_recorded_pool(path).entries] == ["a", "b"]
+    assert f"1 of 3 questions in {path} have no response and are left out" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -206,12 +206,11 @@ def test_fit_takes_questions_of_named_columns(tmp_path: Path) -> None:
     for source in (str(tmp_path / "test.jsonl"), f"hf:{tmp_path}:test"):
         folder = tmp_path / "run"
         words = ["--model", "bundled", "--questions", source, "--output_dir", str(folder), "--task", "local_number"]
-        stated = common_case([*words, "--columns.question", "problem", "--columns.answer=gold"])
+        words += ["--columns.question", "problem", "--columns.answer=gold"]
+        stated = common_case(words)
         assert stated is not None
         assert sum(stated[0].counts.values()) == 30
-        sampled = common_case(
-            [*words, "--columns.question", "problem", "--columns.answer=gold", "--sampling.top_p", "9e-1"]
-        )
+        sampled = common_case([*words, "--sampling.top_p", "9e-1"])
         assert sampled is not None
         assert "0.9" in json.dumps(sampled[0].configuration)
         with pytest.raises(InputError, match=r"`sampling\.temperature` to be a number"):

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from support.fakes import FakeTask, fake_questions
 from support.kill_worker import die_at
-from support.store_samples import leftovers, make_group, make_store, write
+from support.store_samples import annotate, leftovers, make_group, make_store, write
 
 from selfcal_lightning.cli import run
 from selfcal_lightning.commands.pools import re_extract_answers
 from selfcal_lightning.commands.score import run_score
 from selfcal_lightning.data.pools.importing import import_pool
-from selfcal_lightning.data.store.annotations import Annotation, annotation_names
+from selfcal_lightning.data.store.annotations import annotation_names
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.data.store.shards import StoreCorruptError
 from selfcal_lightning.data.tasks.base import reader_version
@@ -53,9 +53,7 @@ def stored(path: Path) -> SampleStore:
 
 def test_answers_change_and_nothing_else_does(tmp_path: Path) -> None:
     store = stored(tmp_path)
-    annotation, index = Annotation(tmp_path, "sure"), store.index()
-    annotation.write_part("run", "part", index, np.arange(len(index)) / 100, store.manifest.shards)
-    annotation.publish("run", ["part"], origin={"estimator": "self_certainty"}, details={})
+    annotate(tmp_path, "sure", np.arange(28) / 100, estimator="self_certainty")
     before = [samples_of(store, round=round) for round in (0, 1)]
     sure = store.index(confidences=["sure"]).confidences["sure"].tolist()
     done = re_extract_answers(store, tasks=Mended)
@@ -109,7 +107,7 @@ def test_a_store_is_continued_after_it_was_re_extracted(tmp_path: Path) -> None:
     assert samples_of(store, round=0).keys() == store.question_ids()
 
 
-def test_a_damaged_shard_or_a_failing_reader_leaves_the_store_as_it_was(tmp_path: Path) -> None:
+def test_a_damaged_shard_a_failing_reader_or_a_writer_leaves_the_store_as_it_was(tmp_path: Path) -> None:
     store = stored(tmp_path)
     before = samples_of(store)
     with pytest.raises(ValueError, match="'fake'"):
@@ -122,6 +120,9 @@ def test_a_damaged_shard_or_a_failing_reader_leaves_the_store_as_it_was(tmp_path
     last.write_bytes(content)
     assert samples_of(store) == before
     assert not list(tmp_path.glob("parts/reread*"))
+    with store.writer("b"), pytest.raises(RuntimeError, match="to have one writer, but got a second one"):
+        re_extract_answers(store, tasks=Mended)
+    re_extract_answers(store, tasks=Mended)
 
 
 @pytest.mark.slow
@@ -160,13 +161,6 @@ def test_a_kill_leaves_the_old_answers_or_the_new(tmp_path: Path) -> None:
     assert step > 10
 
 
-def test_it_waits_for_no_writer(tmp_path: Path) -> None:
-    store = stored(tmp_path)
-    with store.writer("b"), pytest.raises(RuntimeError, match="to have one writer, but got a second one"):
-        re_extract_answers(store, tasks=Mended)
-    re_extract_answers(store, tasks=Mended)
-
-
 def test_answers_that_came_with_a_file_are_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(TASKS, "fake", FakeTask())
     line = '{"id": "a", "task": "fake", "split": "s", "question": "?", "reference": null, "responses": [{"text": "x"}]}'
@@ -192,9 +186,7 @@ def test_scores_that_compare_answers_go_when_one_changed(tmp_path: Path, capsys:
     store.join()
     run_score("response_consistency", str(tmp_path))
     # What compares the tokens of responses does not depend on how their answers are read.
-    index, shards = store.index(), store.manifest.shards
-    Annotation(tmp_path, "steady").write_part("r", "p", index, np.ones(len(index)), shards)
-    Annotation(tmp_path, "steady").publish("r", ["p"], origin={"estimator": "sasc_std"}, details={})
+    annotate(tmp_path, "steady", 1.0, estimator="sasc_std")
     assert annotation_names(tmp_path) == ["response_consistency", "steady"]
     assert run(["re-extract", "--store_dir", str(tmp_path)]) == 0
     said = capsys.readouterr().err

@@ -156,7 +156,7 @@ def test_damage_and_mistakes_are_named(store: SampleStore) -> None:
 PROBE = {"estimator": "probe", "states": {"levels": [0, 1]}}
 
 
-def test_values_are_added_and_found_by_question_and_content(tmp_path: Path) -> None:
+def test_values_of_questions_are_added_found_and_of_one_origin(tmp_path: Path) -> None:
     annotation = annotations.QuestionAnnotation(tmp_path, "probe")
     assert annotation.record is None
     annotation.write({("a", "1"): 0.25, ("b", "1"): None}, origin=PROBE)
@@ -166,11 +166,6 @@ def test_values_are_added_and_found_by_question_and_content(tmp_path: Path) -> N
         "another content has none"
     )
     assert annotations.question_annotation_names(tmp_path) == ["probe"]
-
-
-def test_another_origin_is_refused_or_replaces_all(tmp_path: Path) -> None:
-    annotation = annotations.QuestionAnnotation(tmp_path, "probe")
-    annotation.write({("a", "1"): 0.25}, origin=PROBE)
     other = {**PROBE, "states": {"levels": [2]}}
     with pytest.raises(InputError, match=r"states.levels: \[0, 1\] in the store, \[2\] now"):
         annotation.write({("b", "1"): 0.5}, origin=other)
@@ -196,16 +191,13 @@ def test_writers_at_one_time_keep_each_others_values(tmp_path: Path, monkeypatch
     assert annotations.question_values(tmp_path, "probe", [("a", "1"), ("b", "1")]) == [0.5, 0.5]
 
 
-def test_bad_names_and_values(tmp_path: Path) -> None:
+def test_bad_names_values_and_files(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="`name` to be letters"):
         annotations.QuestionAnnotation(tmp_path, "../probe")
     with pytest.raises(InputError, match="finite or None, but got another for 'a'"):
         annotations.QuestionAnnotation(tmp_path, "probe").write({("a", "1"): float("nan")}, origin=PROBE)
     with pytest.raises(InputError, match=r"Expected 'probe' to be a value of the questions .* but got none at all"):
         annotations.question_values(tmp_path, "probe", [])
-
-
-def test_a_changed_file_is_noticed(tmp_path: Path) -> None:
     annotations.QuestionAnnotation(tmp_path, "probe").write({("a", "1"): 0.25}, origin=PROBE)
     (file,) = tmp_path.rglob("question_values.json")
     content = json.loads(file.read_text())

@@ -224,7 +224,7 @@ def test_missing_files_and_columns_are_named(tmp_path: Path) -> None:
         task.load("test", path=str(tmp_path / "f.parquet"))
 
 
-def test_empty_splits_and_limits(tmp_path: Path) -> None:
+def test_empty_splits_limits_and_duplicate_ids(tmp_path: Path) -> None:
     task = dataset_task("gsm8k")
     row = ROWS["gsm8k"][0]
     with pytest.raises(ValueError, match=r"split 'test' of gsm8k to hold questions, but the file .*empty.jsonl"):
@@ -237,9 +237,6 @@ def test_empty_splits_and_limits(tmp_path: Path) -> None:
         task.load("own", path=path, limit=-1)
     with pytest.raises(ValueError, match="`path` to name a local file for task 'local_number'"):
         dataset_task("local_number").load("test")
-
-
-def test_duplicate_ids_are_an_error(tmp_path: Path) -> None:
     row = ROWS["svamp"][0]
     path = str(write_lines(tmp_path / "rows.jsonl", row, {**row, "ID": "chal-2"}, row))
     with pytest.raises(ValueError, match=r"1 occur more than once, the first of them 'svamp/test/chal-1'. .* `ID`"):
@@ -383,19 +380,13 @@ def ids(task: str, split: str, **options: object) -> list[str]:
     return [question.id.removeprefix(f"{task}/{split}/") for question in get_task(task).load(split, **options)]
 
 
-def test_the_complement_keeps_the_numbers_of_its_source(hub: None) -> None:
+def test_ids_of_joined_splits(hub: None) -> None:
     assert ids("simpleqa_train", "train") == ["0", "2", "4"]
     assert ids("simpleqa_verified", "test") == ["1", "3"]
-
-
-def test_problems_of_three_years_have_ids_of_their_own(hub: None) -> None:
     questions = get_task("aime").load("test")
     assert [question.id for question in questions] == ["aime/test/2024-60", "aime/test/2025-60", "aime/test/2026-1"]
     assert [question.reference for question in questions] == ["204", "70", "9"]
     assert get_task("aime").is_remote()
-
-
-def test_gpqa_splits_share_no_question(hub: None) -> None:
     found = {split: ids("gpqa", split) for split in ("test", "train", "validation", "main", "extended")}
     assert found == {
         "test": ["r1"], "train": ["r2", "r3"], "validation": ["r4"], "main": ["r1", "r2", "r3"],

@@ -114,7 +114,7 @@ def test_an_answer_that_was_cut_off_is_none(monkeypatch: pytest.MonkeyPatch, cap
     )
 
 
-def test_the_whole_budget_is_told(oracle: Oracle, capsys: pytest.CaptureFixture) -> None:
+def test_the_whole_budget_and_speculation_are_told(oracle: Oracle, capsys: pytest.CaptureFixture) -> None:
     (answer,) = run_answer("bundled", QUESTION, strategy="self_consistency", max_samples=3)
     assert capsys.readouterr().out.splitlines()[1:] == [
         "A  3",
@@ -124,9 +124,6 @@ def test_the_whole_budget_is_told(oracle: Oracle, capsys: pytest.CaptureFixture)
     wider = replace(answer, max_samples=9).as_text()
     assert "3 of at most 9 samples (no more were asked for)" in wider, "a search ends when its responses have"
     assert {request.query for request in oracle.requests} == {None}, "plain votes need no confidence query"
-
-
-def test_speculation_is_told(oracle: Oracle, capsys: pytest.CaptureFixture) -> None:
     (answer,) = run_answer("bundled", QUESTION, threshold=0.2, lookahead=4)
     extra = answer.verdict.samples_generated - 1
     assert extra > 0

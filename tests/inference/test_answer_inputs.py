@@ -104,9 +104,6 @@ def test_what_is_not_given_is_that_of_the_calibration(adapter: Path, capsys: pyt
     said = capsys.readouterr().err
     assert "max_new_tokens 60" in said
     assert "confidence of 0.43" in said
-
-
-def test_what_is_given_counts(adapter: Path, capsys: pytest.CaptureFixture) -> None:
     found = CalibratedDefaults.of("bundled", str(adapter))
     for given in (SamplingSettings(max_new_tokens=7), SamplingSettings()):
         assert found.sampling_for(given) == given, "also where it is the default"

@@ -103,8 +103,6 @@ CASES = [
 
 def test_every_strategy_that_can_answer_is_held_to_its_promise() -> None:
     assert {case.strategy for case in CASES} == set(STRATEGIES) - {"pass_at_n"}
-    assert {case.widths for case in CASES} >= {(2,), (3,), (8,), (5, 2, 7)}
-    assert len({str(case) for case in CASES}) == len(CASES)
 
 
 @cache

@@ -1,7 +1,7 @@
 """The curve of every strategy against its `solve`, and both against the reference's recorded vectors."""
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from support.house import Vectors
 from support.strategy_pools import assert_curve_equals_solve, make_entry, random_pool
-from support.vote_cases import SCORE, entries_of_rows, outcome_of, pool_correct, score_entry, verdict_of
+from support.vote_cases import SCORE, outcome_of, score_entry, verdict_of
 
 from selfcal_lightning.inference.adaptive_consistency import THRESHOLDS, AdaptiveConsistency
 from selfcal_lightning.inference.stopping import CGES, EarlyStopping, WindowStopping
@@ -82,7 +82,7 @@ def test_curve_of_nothing(strategy: Any) -> None:
     assert not outcome.stopped_early.any()
 
 
-# ---- reference vectors
+# ---- reference vectors; those of curves are held by tests/evaluation/test_protocol_paper.py
 
 ONLINE: dict[str, Callable[[str], Any]] = {
     "sc": lambda value: SelfConsistency(int(value)),
@@ -97,15 +97,6 @@ OFFLINE: dict[str, Callable[[str], Any]] = {
     "ESC": lambda value: WindowStopping(int(value), 1024, "sliding"),
     "asc": lambda value: AdaptiveConsistency("count_ratio", float(value), 100),
     "es": lambda value: AdaptiveConsistency("confidence_ratio", float(value), 100, SCORE),
-}
-CURVES: dict[str, Any] = {
-    "self_consistency_n": SelfConsistency(),
-    "weighted_sc_n": SelfConsistency(confidence=SCORE),
-    "highest_confidence_n": BestOfN(confidence=SCORE),
-    "pass_n": PassAtN(),
-    "threshold_based": EarlyStopping(max_samples=1024, confidence=SCORE),
-    "asc": AdaptiveConsistency("count_ratio", max_samples=100),
-    "es": AdaptiveConsistency("confidence_ratio", max_samples=100, confidence=SCORE),
 }
 
 
@@ -141,41 +132,6 @@ def test_offline_vectors_of_single_questions(vectors: Vectors) -> None:
                     assert verdict_of(strategy, case["answers"], case["confidences"]).answer == result["answer"]
                 compared[rule] += 1
     assert min(compared.values()) >= 30, compared
-
-
-def readable_entries(case: dict[str, Any]) -> list[QuestionSamples]:
-    return entries_of_rows(row for row in case["rows"] if row["answer"])
-
-
-def test_offline_vectors_of_curves(vectors: Vectors) -> None:
-    for case in vectors("offline_analysis_curves")["cases"]:
-        pool = PoolArrays.from_samples(readable_entries(case), confidence=SCORE)
-        for key, strategy in CURVES.items():
-            wanted = case["out"][key]
-            # The reference sums steps of .01, so that its .7 lies a rounding above .7.
-            grid: Sequence[float] = wanted.get("n", case["out"]["thresholds_sampled"])
-            outcome = strategy.curve(pool, grid)
-            accuracy = pool_correct(pool, outcome.answer).mean(axis=1)
-            assert accuracy == pytest.approx(wanted["accuracy"], abs=1e-6), (case["name"], key)
-            assert outcome.used.mean(axis=1) == pytest.approx(wanted["avg_used"], abs=1e-6), (case["name"], key)
-
-
-def test_offline_vectors_of_windows(vectors: Vectors) -> None:
-    """The reference gives up for all questions where one never agrees; ours falls back for that one."""
-    gave_up = 0
-    for case in vectors("offline_analysis_curves")["cases"]:
-        pool = PoolArrays.from_samples(readable_entries(case))
-        wanted = case["out"]["sliding_window_ESC"]
-        outcome = WindowStopping(max_samples=1024, mode="sliding").curve(pool, wanted["w"])
-        accuracy, used = pool_correct(pool, outcome.answer).mean(axis=1), outcome.used.mean(axis=1)
-        for row, stopped in enumerate(outcome.stopped_early.all(axis=1)):
-            if stopped:
-                assert accuracy[row] == pytest.approx(wanted["accuracy"][row], abs=1e-6)
-                assert used[row] == pytest.approx(wanted["avg_used"][row], abs=1e-6)
-            else:
-                assert wanted["avg_used"][row] == pool.length.mean() > used[row]
-                gave_up += 1
-    assert gave_up == 2
 
 
 def test_original_vectors_of_adaptive_consistency(vectors: Vectors) -> None:

@@ -249,15 +249,11 @@ def test_correlated_samples_need_the_fitted_evidence() -> None:
     assert fitted > 0.87
 
 
-def test_the_fit_is_the_best_evidence() -> None:
+def test_the_fit_is_the_best_evidence_and_needs_labels() -> None:
     pool = _simulate(5, num_questions=300, copies=0.6)
     losses = {value: _reference_numpy_log_loss(pool, value) for value in (fit_evidence(pool), *np.linspace(0, 1, 51))}
     assert next(iter(losses.values())) <= min(losses.values()) + 1e-6
     assert max(losses.values()) > min(losses.values()) + 0.1
-
-
-def test_fitting_needs_labels() -> None:
-    pool = _simulate(4, num_questions=5, copies=0.5)
     with pytest.raises(ValueError, match="Expected `pool` to hold right answers"):
         fit_evidence(replace(pool, correct=np.zeros_like(pool.correct)))
 

@@ -162,13 +162,16 @@ def test_cost_to_reach_against_a_plain_walk(seed: int) -> None:
         assert found == (None if expected is None else pytest.approx(expected)), target
 
 
-def test_settings_within_a_budget() -> None:
+def test_budgets_and_break_even_by_hand() -> None:
     cost, value = np.array([1.0, 2.0, 4.0, 3.0]), np.array([0.5, 0.75, 1.0, 0.75])
     assert curves.setting_within(cost, 3.5) == 3  # the dearest, whatever it reaches
     assert curves.best_setting_within(cost, value, 3.5) == 1  # the best, the cheaper of two equals
     assert curves.best_setting_within(cost, value, 0.5) is curves.setting_within(cost, 0.5) is None
     assert curves.cheapest_setting_reaching(cost, np.array([0.5, 0.5, 0.5, 0.75]), 0.7) == 3
     assert curves.cheapest_setting_reaching(cost, value, 0.75) == 1
+    assert curves.break_even(10.0, 4.0) == 3  # after two questions 8 are earned, after three 12
+    assert curves.break_even(0.0, 1.0) == 0
+    assert {curves.break_even(10.0, saved) for saved in (-1.0, 0.0, None, math.nan)} == {None}
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -179,12 +182,6 @@ def test_risk_coverage_without_ties_has_the_area_of_aurc(seed: int) -> None:
     assert curve.risk.mean() == pytest.approx(aurc(scores, labels))
     assert curve.coverage[-1] == 1.0
     assert curve.risk[-1] == pytest.approx(1.0 - labels.mean())
-
-
-def test_break_even_by_hand() -> None:
-    assert curves.break_even(10.0, 4.0) == 3  # after two questions 8 are earned, after three 12
-    assert curves.break_even(0.0, 1.0) == 0
-    assert {curves.break_even(10.0, saved) for saved in (-1.0, 0.0, None, math.nan)} == {None}
 
 
 def test_resample_weights_are_the_draws_of_the_other_bootstraps() -> None:

@@ -125,11 +125,6 @@ def _reference_listed_response_error(p: float, num_correct: int, num_samples: in
     return sum((p - label) ** 2 for label in labels) / num_samples
 
 
-def test_random_brier_equals_the_vectors(vectors: Vectors) -> None:
-    for case in vectors("random_brier_baseline")["cases"]:
-        assert capability.random_brier(case["expected_accuracy"]) == pytest.approx(case["random_brier"], abs=1e-9)
-
-
 @pytest.mark.parametrize("num_samples", [2, 3, 8])
 @pytest.mark.parametrize("truth", [0.0, 0.1, 0.5, 0.93])
 def test_debiased_error_has_the_right_expectation(num_samples: int, truth: float) -> None:
@@ -165,12 +160,17 @@ def test_a_constant_has_no_skill_and_the_truth_has_all(cases: list[tuple[int, in
     assert whole is None or whole == pytest.approx(1.0)
 
 
-def test_nothing_gives_none() -> None:
+def test_what_is_not_defined_is_none() -> None:
     assert capability.squared_error([], [], 4) is None
     assert capability.skill([], [], 4) is None
     assert capability.error_parts([], [], 4) is None
     assert capability.random_brier([]) is None
     assert capability.skill([0.1, 0.9], [2, 2], 4) is None  # the capabilities do not differ
+    assert capability.target_gap([], []) is None
+    assert kendall([1.0, 1.0], [0.0, 1.0]) is None
+    gap = capability.target_gap([1, 1], [0.5, 1.0])
+    assert gap is not None
+    assert (gap.mae, gap.spearman, gap.kendall) == (0.25, None, None)
 
 
 def test_values_equal_the_vectors(vectors: Vectors) -> None:
@@ -180,14 +180,8 @@ def test_values_equal_the_vectors(vectors: Vectors) -> None:
         assert found.mae == pytest.approx(out["mae"], abs=1e-6)
         assert found.spearman == pytest.approx(out["spearman_correlation"], abs=1e-6)
         assert found.kendall == pytest.approx(out["kendall_correlation"], abs=1e-6)
-
-
-def test_what_is_not_defined() -> None:
-    assert capability.target_gap([], []) is None
-    assert kendall([1.0, 1.0], [0.0, 1.0]) is None
-    gap = capability.target_gap([1, 1], [0.5, 1.0])
-    assert gap is not None
-    assert (gap.mae, gap.spearman, gap.kendall) == (0.25, None, None)
+    for case in vectors("random_brier_baseline")["cases"]:
+        assert capability.random_brier(case["expected_accuracy"]) == pytest.approx(case["random_brier"], abs=1e-9)
 
 
 def test_drawn_verdicts_have_the_capabilities_as_their_mean() -> None:

@@ -68,12 +68,9 @@ def test_generator_scores_equal_the_vectors(vectors: Vectors) -> None:
             assert case["answers"][soft.index(max(soft))] == case["most_common_response_c"]
 
 
-def test_buckets_equal_the_vectors_with_one_in_the_last(vectors: Vectors) -> None:
+def test_buckets_and_p_true_equal_the_vectors(vectors: Vectors) -> None:
     for case in vectors("ssc_slot_bucketing")["cases"]:
         assert consistency_bucket(case["ssc"]) == min(case["exact_slot_0.05_width"], 19)
-
-
-def test_normalised_p_true_equals_the_vectors(vectors: Vectors) -> None:
     # The recorded column takes the tokens "Yes" and "No" only; which ids make a mass is the chat format's business.
     for case in vectors("p_true_selfcal")["cases"]:
         yes, no = (sum(mass for token, mass in case["top_tokens_probs"] if token == word) for word in ("Yes", "No"))

@@ -61,12 +61,16 @@ def test_dirichlet_equals_the_vectors(vectors: Vectors) -> None:
     assert len(cases) >= 5
 
 
-def test_beta_is_exact() -> None:
+def test_beta_is_exact_and_dirichlet_of_two_answers() -> None:
     pairs = [(first, second) for first in range(40) for second in range(first + 1)]
     wanted = [float(_reference_exact_beta(*pair)) for pair in pairs]
     assert beta_leader_probability(pairs) == pytest.approx(wanted, abs=1e-12)
     assert beta_leader_probability([1]) == 0.75
     assert beta_leader_probability([0, 0]) == 0.5
+    pairs = [(first, second) for first in range(64) for second in range(first + 1)]
+    assert dirichlet_leader_probability(pairs) == pytest.approx(beta_leader_probability(pairs), abs=1e-11)
+    assert dirichlet_leader_probability([900, 850]) == pytest.approx(beta_leader_probability([900, 850]), abs=1e-10)
+    assert dirichlet_leader_probability([3]) == beta_leader_probability([3])
 
 
 @pytest.mark.parametrize("counts", [[1, 1, 1], [2, 1, 1], [7, 4, 3], [5, 5, 5], [4, 3, 2, 1], [2, 2, 2, 2, 2], [9, 0]])
@@ -74,13 +78,6 @@ def test_dirichlet_is_exact(counts: list[int]) -> None:
     rivals = [count for count in sorted(counts, reverse=True)[1:] if count] or [0]
     wanted = _reference_exact_dirichlet([max(counts), *rivals])
     assert dirichlet_leader_probability(counts) == pytest.approx(float(wanted), abs=2e-12)
-
-
-def test_dirichlet_of_two_answers_is_beta() -> None:
-    pairs = [(first, second) for first in range(64) for second in range(first + 1)]
-    assert dirichlet_leader_probability(pairs) == pytest.approx(beta_leader_probability(pairs), abs=1e-11)
-    assert dirichlet_leader_probability([900, 850]) == pytest.approx(beta_leader_probability([900, 850]), abs=1e-10)
-    assert dirichlet_leader_probability([3]) == beta_leader_probability([3])
 
 
 def test_many_answers_do_not_overflow_the_keys() -> None:

@@ -325,16 +325,13 @@ def test_a_strategy_may_weigh_by_what_samples_carry_anyway() -> None:
     assert server.strategy_for(body, server.sampling)[0].confidence == "mean_logprob"
 
 
-@pytest.mark.parametrize("content", [b"{", b"[]", b"\xff", b"{}", b'{"model": 1, "messages": [{}]}'])
-def test_a_body_that_is_none_is_refused(content: bytes) -> None:
-    with pytest.raises(Refused):
-        read_body(ChatBody, content)
-
-
-@pytest.mark.parametrize("name", ["m@s:2", "m@s:nan", "m@s:x"])
-def test_a_threshold_in_a_name_lies_in_the_unit_interval(name: str) -> None:
-    with pytest.raises(Refused, match="threshold"):
-        split_name(name)
+def test_bodies_and_names_that_are_none_are_refused() -> None:
+    for content in (b"{", b"[]", b"\xff", b"{}", b'{"model": 1, "messages": [{}]}'):
+        with pytest.raises(Refused):
+            read_body(ChatBody, content)
+    for name in ("m@s:2", "m@s:nan", "m@s:x"):
+        with pytest.raises(Refused, match="threshold"):
+            split_name(name)
 
 
 def test_a_question_that_is_concluded_ends_with_what_had_come() -> None:

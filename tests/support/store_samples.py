@@ -4,8 +4,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from selfcal_lightning.data.store.annotations import Annotation
 from selfcal_lightning.data.store.manifest import StoreFingerprint
 from selfcal_lightning.data.store.sample_store import SampleStore
+from selfcal_lightning.data.store.shards import SampleIndex
 from selfcal_lightning.records import ModelIdentity, PromptIdentity, Question, QuestionSamples, Sample, SamplingSettings
 
 MODEL = ModelIdentity("m", weights_sha256="w")
@@ -39,6 +43,14 @@ def write(
     with store.writer(part, round=round, questions_per_shard=per_shard) as writer:
         for question in questions:
             writer.append(make_group(question, round=round, **more))
+
+
+def annotate(path: Path, name: str, values: Any, *, index: SampleIndex | None = None, **origin: str) -> None:
+    """Keep one value for each row of a store, or of its rows in another order, as an annotation of an origin."""
+    store, annotation = SampleStore(path), Annotation(path, name)
+    index = store.index() if index is None else index
+    annotation.write_part("run", "part", index, np.zeros(len(index)) + values, store.manifest.shards)
+    annotation.publish("run", ["part"], origin=origin, details={})
 
 
 def shards(store: SampleStore, part: str = "a") -> list[Path]:

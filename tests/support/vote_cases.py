@@ -2,13 +2,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
 from support.strategy_pools import make_entry
 
 from selfcal_lightning.inference.base import Strategy
 from selfcal_lightning.inference.sources import replay
-from selfcal_lightning.inference.vectorised import PoolArrays
 from selfcal_lightning.records import QuestionSamples, Verdict
 
 SCORE = "score"
@@ -46,9 +43,3 @@ def entries_of_rows(rows: Iterable[Mapping[str, Any]]) -> list[QuestionSamples]:
         judged = zip(entry.samples, found, strict=True)
         entries.append(replace(entry, samples=tuple(replace(s, correct=row["is_correct"]) for s, row in judged)))
     return entries
-
-
-def pool_correct(pool: PoolArrays, answer: NDArray[np.int32]) -> NDArray[np.bool_]:
-    """Return whether the answers of a curve are right [G, Q], by the samples of their class."""
-    is_right = (pool.answer[None] == answer[..., None]) & pool.correct[None]
-    return is_right.any(axis=2)

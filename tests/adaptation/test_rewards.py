@@ -1,5 +1,3 @@
-"""Calibration rewards for RL trainers: values worked out by hand, and real GRPO steps where TRL is installed."""
-
 import json
 import math
 import os

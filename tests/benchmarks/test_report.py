@@ -1,5 +1,3 @@
-"""The report on the bundled model: its intervals and criteria."""
-
 from pathlib import Path
 
 import numpy as np

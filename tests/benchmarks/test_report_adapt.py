@@ -1,5 +1,3 @@
-"""The report on test-time training: its intervals, its verdicts, and the command that it tells."""
-
 import sys
 from pathlib import Path
 from types import ModuleType

@@ -1,5 +1,3 @@
-"""The report on capability: what it measures of a seed and its targets, on made-up responses."""
-
 import json
 from pathlib import Path
 

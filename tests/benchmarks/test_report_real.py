@@ -1,5 +1,3 @@
-"""The cheap confidences of the report on a real model, on responses small enough to reckon by hand."""
-
 import json
 import math
 import sys

@@ -1,5 +1,3 @@
-"""The report on reward models: places against rollouts and equal tokens."""
-
 import json
 from pathlib import Path
 from types import ModuleType

@@ -1,5 +1,3 @@
-"""The report on selection, on made-up responses of which the worth is known."""
-
 import json
 import sys
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""The study of targets: its read-out is what it says, its choice follows its rule, and it runs."""
-
 import json
 import sys
 from dataclasses import replace

@@ -1,5 +1,3 @@
-"""The benchmarks of training and speed run, and their arithmetic is right."""
-
 import json
 import os
 import sys

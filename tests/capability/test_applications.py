@@ -1,5 +1,3 @@
-"""From a probe to a plan: scores of a task's questions, maps of them, pass@k, budgets, and which are worth asking."""
-
 import json
 from pathlib import Path
 

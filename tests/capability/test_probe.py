@@ -1,5 +1,3 @@
-"""`selfcal fit-probe` and `selfcal score-questions`: states kept and resumed, probes that know whose they are."""
-
 import json
 import shutil
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""``selfcal adapt``: rounds, export and evaluation in one command, which continues where it was stopped."""
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""The Trainer's verbs: what their help says first, what stays off the terminal, and what a checkpoint may hold."""
-
 import logging
 import os
 import subprocess

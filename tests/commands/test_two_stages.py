@@ -1,5 +1,3 @@
-"""Two stages as one command: the generator tuned and merged, then an activated confidence on the tuned model."""
-
 import json
 import signal
 import subprocess

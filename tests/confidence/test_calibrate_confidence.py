@@ -32,7 +32,6 @@ def pool(tmp_path: Path) -> str:
 
 
 def halves() -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the halves that both verbs deal."""
     return split_in_halves((f"q{number}" for number in range(NUM_QUESTIONS)), seed=SEED)
 
 

@@ -1,5 +1,3 @@
-"""Criteria of selection against recorded vectors, a pass that transformers makes itself, and their own rules."""
-
 import math
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,5 +1,3 @@
-"""What depends on the other responses to a question is refused wherever somebody would look ahead by reading it."""
-
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""`selfcal fit-threshold`: the procedure that is tested is the one that is used, and the file says what it promises."""
-
 import inspect
 import json
 import random

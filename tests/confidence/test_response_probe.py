@@ -1,5 +1,3 @@
-"""`selfcal fit-response-probe` and the estimator response_probe: states, ridge and map against their definitions."""
-
 import json
 import shutil
 from collections.abc import Sequence

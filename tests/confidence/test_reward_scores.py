@@ -1,5 +1,3 @@
-"""`selfcal score` with a reward model: like any confidence beside a store's rows or in a pool; refused; plugged in."""
-
 import json
 import os
 import sys

@@ -1,5 +1,3 @@
-"""Post-hoc scalers against scikit-learn, brute force and the reference's recorded values; files and refusals."""
-
 import json
 import math
 from collections.abc import Callable
@@ -37,7 +35,6 @@ def overconfident_pool(num_questions: int = 60, *, prefix: str = "q", seed: int 
 
 
 def columns_of(pool: list[QuestionSamples]) -> tuple[Floats, Floats]:
-    """Return P(True) and correctness of every response."""
     rows = [(sample.p_true, sample.correct) for entry in pool for sample in entry.samples]
     return np.array([row[0] for row in rows], dtype=float), np.array([row[1] for row in rows], dtype=float)
 

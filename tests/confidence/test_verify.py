@@ -1,5 +1,3 @@
-"""Models that judge: what they are asked, replies that cannot be read, verdicts that are kept, and whose they are."""
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""An extended store equals one that was sampled at once, and keeps its annotations."""
-
 from pathlib import Path
 
 import numpy as np

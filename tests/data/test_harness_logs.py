@@ -1,5 +1,3 @@
-"""Logs of other tools as pools: a small file for every trap; what is left out is counted."""
-
 import json
 import math
 import zipfile

@@ -1,5 +1,3 @@
-"""Pools and published records: what comes in is checked line by line, counted, and goes out again unchanged."""
-
 import json
 import math
 from pathlib import Path

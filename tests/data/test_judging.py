@@ -1,5 +1,3 @@
-"""One way from a response to a sample: live, recorded or imported, finished or cut."""
-
 import json
 from collections.abc import Sequence
 from typing import Any

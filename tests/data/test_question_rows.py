@@ -1,5 +1,3 @@
-"""One format of questions, whoever reads it: ``answer``, training's sources, evaluation's test sets, pools."""
-
 import json
 from collections.abc import Callable
 from dataclasses import replace

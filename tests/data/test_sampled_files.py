@@ -1,5 +1,3 @@
-"""`sampled.jsonl` and `ground_truth.jsonl` of llm-calibration: in, out, and back; what is left out is counted."""
-
 import json
 from pathlib import Path
 from typing import Any

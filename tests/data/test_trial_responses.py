@@ -41,8 +41,6 @@ def trial(shared: Path) -> list[QuestionSamples]:
 
 
 class Trial(NamedTuple):
-    """One split of the questions."""
-
     fusions: dict[str, Fusion]
     scores: dict[str, ConfidenceScores]
     test: list[QuestionSamples]

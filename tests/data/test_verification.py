@@ -35,7 +35,6 @@ SLOW_PAIR = (r"\sum_{k=1}^{1000000000}\sin(k^2)", "1")
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[MathComparer]:
-    """One comparer for the tests of this file."""
     comparer = MathComparer(wall_seconds=60.0)
     yield comparer
     comparer.close()

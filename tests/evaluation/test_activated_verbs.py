@@ -1,5 +1,3 @@
-"""The verbs with an activated adapter: the base model's samples everywhere, and the adapter's confidences in them."""
-
 import json
 from dataclasses import asdict, replace
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""What an adaptation is judged by: numbers a question, paired intervals, and when a gain is only sharpening."""
-
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""``selfcal evaluate``: the fixed keys of results.json, what counts as wrong, and a whole run on the bundled model."""
-
 import json
 from pathlib import Path
 

@@ -1,5 +1,3 @@
-"""`selfcal evaluate-capability`: numbers by hand, responses that are not used twice, refusals, and what is written."""
-
 import json
 import shutil
 from pathlib import Path

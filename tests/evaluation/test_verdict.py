@@ -1,5 +1,3 @@
-"""The sentence that ends an evaluation."""
-
 import pytest
 
 from selfcal_lightning.evaluation.metrics import verdict

@@ -1,5 +1,3 @@
-"""`selfcal answer`: what it prints for people and for programs, its choices, its errors, and the same in Python."""
-
 import json
 import subprocess
 import sys

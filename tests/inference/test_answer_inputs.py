@@ -1,5 +1,3 @@
-"""What `selfcal answer` reads and writes, and what it takes from a calibration where the user says nothing else."""
-
 import json
 from dataclasses import asdict
 from pathlib import Path

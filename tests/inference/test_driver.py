@@ -1,5 +1,3 @@
-"""The driver: order, counts, a full batch, cancelling, failures; and live runs equal replayed ones."""
-
 import random
 from collections.abc import Callable, Sequence
 

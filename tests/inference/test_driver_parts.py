@@ -1,5 +1,3 @@
-"""The driver as others use it: questions that come while it runs, and samples that continue a prefix or end a step."""
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -22,8 +20,6 @@ FULL_STOP = ord(".")
 
 @dataclass(frozen=True)
 class FullStops:
-    """Ends a step at every full stop."""
-
     tokens: tuple[int, ...] = (FULL_STOP,)
 
     def first_end(self, token_ids: Sequence[int], *, after: int) -> StepEnd | None:

@@ -1,5 +1,3 @@
-"""Records: what they cost, and the verdicts of a live run, sample by sample."""
-
 import importlib
 import random
 from collections.abc import Callable, Sequence

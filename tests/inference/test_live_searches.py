@@ -1,5 +1,3 @@
-"""Searches that step through a model's samples, and reward models as live confidences, on both engines."""
-
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack

@@ -1,5 +1,3 @@
-"""A strategy of one's own without a vectorised `curve` is replayed wherever settings are tried."""
-
 import csv
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -32,7 +30,6 @@ class OwnStopping:
     confidence: str | None = "p_true"
 
     def solve(self, question: Question) -> Solving:
-        """Run early stopping."""
         named = {field.name: getattr(self, field.name) for field in fields(self)}
         return EarlyStopping(**named).solve(question)
 
@@ -48,7 +45,6 @@ class OwnVote:
     confidence: str | None = None
 
     def solve(self, question: Question) -> Solving:
-        """Answer with the sample of the longest text."""
         seen = yield Ask(self.max_samples)
         longest = max((sample for sample in seen if sample.answer is not None), key=lambda s: len(s.text), default=None)
         answer = None if longest is None else longest.answer

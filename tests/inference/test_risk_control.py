@@ -1,5 +1,3 @@
-"""Learn then Test: p-values against exact sums, procedures by hand, and a simulation of the stated error level."""
-
 import math
 from math import comb
 

@@ -77,8 +77,6 @@ class Reciting:
 
 
 class Walking:
-    """Draws a response step by step."""
-
     name, max_samples, confidence, reads_steps = "walking", 99, None, True
 
     def solve(self, question: Question) -> Solving:

@@ -1,5 +1,3 @@
-"""The curve of every strategy against its `solve`, and both against the reference's recorded vectors."""
-
 import random
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,5 +1,3 @@
-"""Thresholds from a calibration split: choices against brute force over replays, refusals, the guarantee, the file."""
-
 import json
 import random
 import re

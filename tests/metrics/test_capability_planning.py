@@ -70,7 +70,6 @@ def _reference_minimax_isotonic(targets: list[float]) -> list[float]:
 
 
 def _reference_listed_quantile(distribution: list[float], level: float) -> float:
-    """Return the quantile between order statistics, by hand."""
     ordered, at = sorted(distribution), level * (len(distribution) - 1)
     below = min(int(at), len(ordered) - 2) if len(ordered) > 1 else 0
     above = min(below + 1, len(ordered) - 1)
@@ -123,7 +122,6 @@ CHANCES = st.lists(st.sampled_from([0.0, 0.05, 0.2, 0.5, 0.5, 0.9, 1.0]), min_si
 
 
 def _reference_loop_allocation(p: list[float], total: int, minimum: int, maximum: int) -> list[int]:
-    """Look at every question for every sample."""
     clipped = [min(max(chance, 1e-6), 1.0 - 1e-6) for chance in p]
     given = [minimum] * len(p)
     for _ in range(total - sum(given)):

@@ -175,7 +175,6 @@ GROUPS = st.lists(st.lists(st.one_of(st.none(), st.integers(0, 4).map(lambda n: 
 def _reference_numpy_advantages(
     groups: list[list[float | None]], scale: str, leave_one_out: bool
 ) -> list[list[float | None]]:
-    """Go through the responses one by one."""
     everything = [r for group in groups for r in group if r is not None]
     found = []
     for group in groups:

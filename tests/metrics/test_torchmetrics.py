@@ -107,7 +107,6 @@ def _in_a_group(folder: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each of two gloo processes computed."""
     folder = tmp_path_factory.mktemp("ranks")
     return run_processes(_in_a_group, folder / "processes", folder)
 

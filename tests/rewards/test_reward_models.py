@@ -1,5 +1,3 @@
-"""Formats of reward models: stand-ins of several families score as a plain forward pass does, or are refused."""
-
 import json
 import logging
 from collections.abc import Callable

@@ -1,5 +1,3 @@
-"""Parts of the server without a process: readers, names, questions that end early, and what is not installed."""
-
 import asyncio
 import importlib.util
 import math

@@ -1,5 +1,3 @@
-"""`selfcal serve --probe`: confidences of a linear probe of hidden states, in place of P(True)."""
-
 import json
 import signal
 import time

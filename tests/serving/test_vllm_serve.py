@@ -1,5 +1,3 @@
-"""`selfcal serve` over real vLLM answers as it does over transformers."""
-
 from collections.abc import Iterator
 
 import pytest

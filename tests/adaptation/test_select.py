@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.selection_stores import NUM_QUESTIONS, NUM_SAMPLES, select, sums_entry, sums_store
 from support.store_samples import annotate
-from support.strategy_pools import random_pool
+from support.strategy_pools import random_pool, with_samples
 
 from selfcal_lightning.adaptation.picking import SelectionSettings, fit_votes, label_of, select_rows
 from selfcal_lightning.adaptation.selection_files import examples, read_selection
@@ -63,6 +63,9 @@ def test_ties_at_the_edge_go_to_the_surer_pick() -> None:
     entries = [sums_entry(number, right=4) for number in range(3)]
     entries[1] = replace(entries[1], samples=tuple(replace(s, logprob=-0.001) for s in entries[1].samples))
     assert [row.kept for row in _rows(entries, count=1)] == [False, True, False]
+    entries = [sums_entry(number, right=right, num_samples=10) for number, right in enumerate((3, 7))]
+    rows = _rows(entries, threshold=0.7, order="informative")
+    assert [(row.keep_score, row.kept) for row in rows] == [(0.3, True), (0.7, True)]
 
 
 @settings(max_examples=20, deadline=None)
@@ -86,12 +89,6 @@ def test_nothing_is_dropped_uncounted(seed: int, keep: str, label: str) -> None:
             assert chosen.answer == row.answer is not None
             best = max(confidence_of(s, "mean_logprob") for s in entry.samples if s.answer is not None)
             assert confidence_of(chosen, "mean_logprob") == best
-
-
-def test_shares_on_either_side_of_one_half_are_as_near_to_it() -> None:
-    entries = [sums_entry(number, right=right, num_samples=10) for number, right in enumerate((3, 7))]
-    rows = _rows(entries, threshold=0.7, order="informative")
-    assert [(row.keep_score, row.kept) for row in rows] == [(0.3, True), (0.7, True)]
 
 
 def without_scores(number: int) -> QuestionSamples:
@@ -124,14 +121,8 @@ def test_labels() -> None:
 def test_the_fusion_is_fitted_to_votes_and_never_sees_a_label() -> None:
     """Wrong labels, and none, give the same selection."""
     entries = [sums_entry(number, right=number % 5) for number in range(20)]
-    lies = [
-        replace(
-            entry,
-            question=replace(entry.question, reference="no"),
-            samples=tuple(replace(sample, correct=not sample.correct) for sample in entry.samples),
-        )
-        for entry in entries
-    ]
+    swapped = with_samples(entries, lambda sample: replace(sample, correct=not sample.correct))
+    lies = [replace(entry, question=replace(entry.question, reference="no")) for entry in swapped]
     options = SelectionSettings(scores=("p_true",))
     found, other = select_rows(entries, options), select_rows(lies, options)
     assert found == other

@@ -29,6 +29,14 @@ def test_a_confidence_does_not_differ_from_itself(script: Script) -> None:
     found = estimates.difference(rows, rows, "calibration/ECE")
     assert found.value == 0.0
     assert found.low <= 0.0 <= found.high
+    estimates = script("shared.estimates")
+    column = np.linspace(0.0, 1.0, 21)
+    assert estimates.mean_over_seeds(column[None]).tolist() == column.tolist()
+    row = estimates.Measured.of(scored(0, noise=0.1))
+    alone = estimates.errors_over_seeds([row.errors])
+    assert alone.value == pytest.approx(row.errors.value)
+    assert alone.least == pytest.approx(row.errors.least)
+    assert alone.most == pytest.approx(row.errors.most)
 
 
 def test_the_samples_for_an_accuracy_are_read_between_the_points(script: Script) -> None:
@@ -83,17 +91,6 @@ def test_a_sceptic_s_confidences_are_fitted_without_the_test_questions(script: S
     shares = [sample.confidences["vote_share"] for sample in entries[0].samples]
     answers = [sample.answer for sample in entries[0].samples]
     assert shares == [answers.count(answer) / 8 for answer in answers]
-
-
-def test_one_seed_has_the_interval_over_questions(script: Script) -> None:
-    estimates = script("shared.estimates")
-    column = np.linspace(0.0, 1.0, 21)
-    assert estimates.mean_over_seeds(column[None]).tolist() == column.tolist()
-    row = estimates.Measured.of(scored(0, noise=0.1))
-    alone = estimates.errors_over_seeds([row.errors])
-    assert alone.value == pytest.approx(row.errors.value)
-    assert alone.least == pytest.approx(row.errors.least)
-    assert alone.most == pytest.approx(row.errors.most)
 
 
 def test_both_adapters_of_a_seed_train_on_the_same_samples(script: Script, tmp_path: Path) -> None:

@@ -246,6 +246,9 @@ def test_scores_are_mapped_by_name(written: Path, tmp_path: Path) -> None:
         with pytest.raises(InputError, match=r"are mapped, or of another probe, .* Give those of"):
             run_map_scores(output, str(written / "maps.json"), str(tmp_path / "twice.jsonl"))
     assert len({one.scored_by for one in mapped}) == 1
+    write_scores(tmp_path / "own.jsonl", [QuestionScore("word_problems/calibration/000000", "t", "?", 0.5)])
+    with pytest.raises(InputError, match="'maps of probe' was not fitted on, but got 1 of 1"):
+        run_map_scores(str(tmp_path / "own.jsonl"), str(written / "maps.json"), str(tmp_path / "out.jsonl"))
 
 
 def test_what_a_line_of_scores_does_not_say_stays_unknown(tmp_path: Path) -> None:
@@ -274,12 +277,6 @@ def test_the_verbs_read_the_file_instead_of_a_pool(written: Path, tmp_path: Path
     ):
         with pytest.raises(InputError, match=message):
             verb(scores, str(tmp_path / "c.json"), maps=maps, **options)
-
-
-def test_maps_do_not_judge_their_own_questions(written: Path, tmp_path: Path) -> None:
-    write_scores(tmp_path / "own.jsonl", [QuestionScore("word_problems/calibration/000000", "t", "?", 0.5)])
-    with pytest.raises(InputError, match="'maps of probe' was not fitted on, but got 1 of 1"):
-        run_map_scores(str(tmp_path / "own.jsonl"), str(written / "maps.json"), str(tmp_path / "out.jsonl"))
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,7 @@ def test_unjudged_responses_give_no_label() -> None:
         table.targets("label")
 
 
-def test_a_failed_request_is_a_wrong_response_and_no_missing_reference() -> None:
+def test_failed_requests_and_unread_responses_are_wrong() -> None:
     failed = Sample("a", 2, 0, "", (), None, None, None)
     whole = entry("a", ["7", "8"])
     table = question_table([replace(whole, samples=(*whole.samples, failed))])
@@ -69,11 +69,7 @@ def test_a_failed_request_is_a_wrong_response_and_no_missing_reference() -> None
     assert np.isnan(question_table([alone]).num_correct).all(), "nobody knows the right answer"
     known = replace(alone, question=replace(alone.question, reference="7"))
     assert question_table([known]).num_correct.tolist() == [0.0]
-
-
-def test_a_response_without_an_answer_is_wrong_as_it_is_for_evaluate() -> None:
     unread = Sample("a", 2, 0, "no answer here", (1, 2), "stop", None, None)
-    whole = entry("a", ["7", "8"])
     mixed = replace(whole, samples=(*whole.samples, unread))
     assert mixed.verdicts == [True, False, False]
     assert question_table([mixed]).num_correct.tolist() == [1.0]

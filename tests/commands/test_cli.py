@@ -135,14 +135,7 @@ def test_flags_stand_alone(tmp_path: Path, capsys: pytest.CaptureFixture) -> Non
 # ---- the family of user errors, and the names that were meant
 
 
-def test_the_family_keeps_what_python_calls_them() -> None:
-    """So that `except ValueError` of a library user still catches them."""
-    for error, builtin in ((InputError, ValueError), (RunError, RuntimeError), (MissingPackageError, ImportError)):
-        assert issubclass(error, UserError)
-        assert issubclass(error, builtin)
-
-
-def test_an_unknown_name_is_answered_with_those_that_there_are() -> None:
+def test_errors_keep_what_python_calls_them_and_unknown_names_are_answered() -> None:
     assert str(unknown_name("split", "tset", ["train", "test", "train"])) == (
         "Expected `split` to be one of train, test, but got 'tset'. Did you mean 'test'?"
     )
@@ -150,6 +143,10 @@ def test_an_unknown_name_is_answered_with_those_that_there_are() -> None:
     many = str(unknown_name("side", "name-39x", [f"name-{number}" for number in range(40)]))
     assert "name-29 and 10 more, but got" in many, "a list that nobody reads is cut"
     assert "Did you mean 'name-39'?" in many, "and the one that was meant is looked for in all of it"
+    # So that `except ValueError` of a library user still catches them.
+    for error, builtin in ((InputError, ValueError), (RunError, RuntimeError), (MissingPackageError, ImportError)):
+        assert issubclass(error, UserError)
+        assert issubclass(error, builtin)
 
 
 @pytest.mark.parametrize(

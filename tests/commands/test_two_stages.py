@@ -135,11 +135,17 @@ def test_a_model_that_was_merged_from_another_run_is_merged_again(steps: MakeSte
     assert made.asked[0][-2:] == ["--overwrite", "true"]
 
 
-def test_all_weights_need_no_merge(steps: MakeSteps, tmp_path: Path) -> None:
+def test_all_weights_need_no_merge_but_no_launcher(
+    steps: MakeSteps, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made = steps()
     options = {**OPTIONS["tune_options"], "model": {"lora": None}}
     assert start(tmp_path, tune_options=options) == str(tmp_path / "run" / "tuned" / "adapter")
     assert made.verbs == ["fit check", "fit check", "fit", "fit"]
+    steps()
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    with pytest.raises(ValueError, match="got 8 from a launcher"):
+        start(tmp_path)
 
 
 def test_other_settings_than_those_begun_with_are_refused(steps: MakeSteps, tmp_path: Path) -> None:
@@ -168,13 +174,6 @@ def test_bad_stages(tune: str, calibrate: str, options: dict, message: str, step
         run_tune_and_calibrate(tune, calibrate, str(tmp_path / "run"), **options)
     assert made.asked == []
     assert not (tmp_path / "run").exists()
-
-
-def test_a_launcher_is_refused(steps: MakeSteps, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    steps()
-    monkeypatch.setenv("WORLD_SIZE", "8")
-    with pytest.raises(ValueError, match="got 8 from a launcher"):
-        start(tmp_path)
 
 
 def test_options_reach_the_settings_wherever_they_are(tmp_path: Path) -> None:

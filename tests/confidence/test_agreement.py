@@ -92,14 +92,9 @@ def make_classifier(folder: Path, names: list[str], order: list[int]) -> None:
     PreTrainedTokenizerFast(tokenizer_object=plain, **special).save_pretrained(folder)
     torch.manual_seed(0)
     labels = {i: names[old] for i, old in enumerate(order)}
-    sizes = {
-        "hidden_size": 32,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "intermediate_size": 32,
-        "initializer_range": 1.0,
-    }
-    model = BertForSequenceClassification(BertConfig(vocab_size=len(words), id2label=labels, **sizes))
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    config = BertConfig(vocab_size=len(words), id2label=labels, initializer_range=1.0, **sizes)
+    model = BertForSequenceClassification(config)
     model.classifier.weight.data.normal_()
     model.classifier.weight.data = model.classifier.weight.data[order]
     model.save_pretrained(folder)
@@ -143,6 +138,12 @@ def test_by_hand() -> None:
     pool = [entry_of(["7", "7", "8", None]), entry_of([None]), entry_of([])]
     assert ResponseConsistency().score(pool) == [[0.5, 0.5, 0.25, None], [None], []]
     assert ResponseConsistency(num_samples=9).score(pool[:1]) == [[0.5, 0.5, 0.25, None]]
+    # Of 4 readable equal answers and 4 unreadable, any draw of 4 gives the number of readable ones in it over 4.
+    entry = entry_of(["7", None] * 4)
+    row = ResponseConsistency(num_samples=4).score([entry])[0]
+    assert row[1::2] == [None] * 4
+    assert len(set(row[::2])) == 1
+    assert row[0] in {0.0, 0.25, 0.5, 0.75, 1.0}
 
 
 def test_the_draw_is_without_replacement_and_by_question() -> None:
@@ -157,23 +158,6 @@ def test_the_draw_is_without_replacement_and_by_question() -> None:
         ResponseConsistency(num_samples=0)
 
 
-def test_unreadable_samples_count_among_the_k() -> None:
-    # Of 4 readable equal answers and 4 unreadable, any draw of 4 gives the number of readable ones in it over 4.
-    entry = entry_of(["7", None] * 4)
-    row = ResponseConsistency(num_samples=4).score([entry])[0]
-    assert row[1::2] == [None] * 4
-    assert len(set(row[::2])) == 1
-    assert row[0] in {0.0, 0.25, 0.5, 0.75, 1.0}
-
-
-def test_what_looks_at_other_responses_says_so() -> None:
-    assert set(STORED) <= set(ESTIMATORS)
-    among = {"sasc_std", "sasc_certainty", "sasc_double"}
-    meanings = {"semantic_share", "semantic_entropy", "cocoa", "two_sample_hybrid"}
-    looking = {name for name, kind in ESTIMATORS.items() if kind.needs_pool}
-    assert looking == {"response_consistency", *among, *meanings}
-
-
 def test_names_and_settings() -> None:
     consistency = ESTIMATORS["response_consistency"](**estimator_settings("response_consistency", num_samples=1))
     entry = entry_of(["7", "8"])
@@ -181,3 +165,8 @@ def test_names_and_settings() -> None:
     assert consistency.score([replace(entry, samples=())]) == [[]]
     with pytest.raises(ValueError, match=r"got 'self_certanty'\. Did you mean 'self_certainty'\?"):
         ESTIMATORS["self_certanty"]
+    assert set(STORED) <= set(ESTIMATORS)
+    among = {"sasc_std", "sasc_certainty", "sasc_double"}
+    meanings = {"semantic_share", "semantic_entropy", "cocoa", "two_sample_hybrid"}
+    looking = {name for name, kind in ESTIMATORS.items() if kind.needs_pool}
+    assert looking == {"response_consistency", *among, *meanings}

@@ -98,18 +98,15 @@ def test_the_source_is_asked_at_use_too() -> None:
         weigh_pool(carrying(CONSISTENCY, prefix="t"), ["calm_platt"], [first, second])
 
 
-def test_every_estimator_and_target_is_known() -> None:
-    names = ["p_true", "consistency", "ssc", "self_certainty", "mine", *ESTIMATORS]
-    needing = {name for name, estimator in ESTIMATORS.items() if estimator.needs_pool}
-    assert needing
-    assert set(pool_dependent(names)) == {"consistency", "ssc", *needing}
-
-
 def test_finished_targets_of_imported_responses_are_no_confidences() -> None:
     pool = carrying("consistency", prefix="t")
     assert carried_confidences(pool) == ["p_true", "sequence_logprob", "mean_logprob"]
     with pytest.raises(ValueError, match="consistency, which depend on the other responses"):
         weigh_pool(pool, ["consistency"], [])
+    names = ["p_true", "consistency", "ssc", "self_certainty", "mine", *ESTIMATORS]
+    needing = {name for name, estimator in ESTIMATORS.items() if estimator.needs_pool}
+    assert needing
+    assert set(pool_dependent(names)) == {"consistency", "ssc", *needing}
 
 
 def test_an_annotation_under_another_name_is_known_by_its_estimator(tmp_path: Path) -> None:

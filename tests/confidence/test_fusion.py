@@ -147,16 +147,13 @@ def test_an_absent_feature_names_the_estimator_to_run() -> None:
         fit_fusion(no_tokens, ["sequence_logprob", "num_tokens"])
 
 
-def test_num_tokens_is_the_length_that_a_sample_knows() -> None:
+def test_lengths_and_log_odds() -> None:
     sample = mixed_pool(1)[0].samples[0]
     assert feature_value(sample, "num_tokens") == len(sample.token_ids or ())
     elsewhere = replace(sample, token_ids=None, num_tokens=42, logprob=-21.0)
     assert feature_value(elsewhere, "num_tokens") == 42.0
     assert feature_value(elsewhere, "mean_logprob") == -0.5
     assert fit_fusion(mixed_pool(20), ["sequence_logprob", "num_tokens"]).requires == ("sequence_logprob",)
-
-
-def test_log_odds_are_clamped_and_refuse_what_is_no_probability() -> None:
     sample = mixed_pool(1)[0].samples[0]
     sure = replace(sample, yes_mass=1.0, no_mass=0.0)
     assert feature_value(sure, "logit:p_true") == pytest.approx(math.log(999_999), abs=1e-9)

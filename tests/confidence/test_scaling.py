@@ -154,7 +154,7 @@ def test_scores_that_are_no_probability_scale_without_a_logit(source: str, known
     assert scaling.fit_scaler(pool, "platt", source="shape", name="mine").map.takes_logit  # type: ignore[union-attr]
 
 
-def test_unreadable_counts_as_wrong_and_missing_is_left_out() -> None:
+def test_unreadable_counts_as_wrong_and_what_is_missing_or_infinite_is_left_out() -> None:
     pool = [make_entry(["a", None, "a"], [0.5, 0.5, None], name="x"), make_entry(["a", "b"], [0.5, 0.5], name="y")]
     scaler = scaling.fit_scaler(pool, "isotonic")
     # Of the four responses with P(True) .5, two are right; the unreadable one is not.
@@ -163,6 +163,11 @@ def test_unreadable_counts_as_wrong_and_missing_is_left_out() -> None:
     failed = replace(pool[1].samples[0], answer=None, correct=None, yes_mass=None, no_mass=None, confidences={})
     known = replace(pool[1], samples=(*pool[1].samples, failed))
     assert scaling.fit_scaler([pool[0], known], "isotonic").map == scaler.map
+    entry = make_entry(["a"], [0.5])
+    sample = replace(entry.samples[0], confidences={"odd": math.inf})
+    pool = [*overconfident_pool(5), replace(entry, samples=(sample,))]
+    scored = with_samples(pool, lambda s: replace(s, confidences={"odd": -1.0, **s.confidences}))
+    assert scaling.fit_scaler(scored, "isotonic", source="odd").fitted_on.num_left_out == 1
 
 
 @pytest.mark.parametrize(
@@ -260,11 +265,3 @@ def test_halves_are_disjoint_whole_and_the_same_whatever_the_order() -> None:
     assert 10 < shared < 41  # another seed deals anew: about half are shared
     with pytest.raises(ValueError, match="at least 2"):
         split_in_halves(["one", "one"])
-
-
-def test_infinite_confidences_are_unknown() -> None:
-    entry = make_entry(["a"], [0.5])
-    sample = replace(entry.samples[0], confidences={"odd": math.inf})
-    pool = [*overconfident_pool(5), replace(entry, samples=(sample,))]
-    scored = with_samples(pool, lambda s: replace(s, confidences={"odd": -1.0, **s.confidences}))
-    assert scaling.fit_scaler(scored, "isotonic", source="odd").fitted_on.num_left_out == 1

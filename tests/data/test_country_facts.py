@@ -77,15 +77,7 @@ def test_answers_are_found_in_sentences(facts: Task, text: str, answer: str | No
     assert facts.extract(text, finished=False) == answer
 
 
-def test_different_wrong_answers_never_agree(facts: Task) -> None:
-    """A reader that maps what it does not know to one name makes targets too high; accuracy does not show it."""
-    texts = ["The capital of Guyana is Kualamala.", "The capital of Guyana is Portlhacha.", "In Guyana, it is Bahl."]
-    answers = [facts.extract(text) for text in texts]
-    assert len(set(answers)) == 3
-    assert None not in answers
-
-
-def test_accepted_names(facts: Task) -> None:
+def test_names_are_accepted_and_different_wrong_answers_never_agree(facts: Task) -> None:
     by_id = {question.id.split("/")[-1]: question for question in facts.load("test")}
     assert facts.verify("asia", by_id["ISR-continent"].reference)
     assert facts.verify("west asia", by_id["ISR-continent"].reference)
@@ -94,6 +86,11 @@ def test_accepted_names(facts: Task) -> None:
     assert {"turkiye", "turkey"} <= set(json.loads(turkey.reference))
     assert not facts.verify("africa", by_id["ISR-continent"].reference)
     assert not facts.verify(None, by_id["PAN-language"].reference)
+    # A reader that maps what it does not know to one name makes targets too high; accuracy does not show it.
+    texts = ["The capital of Guyana is Kualamala.", "The capital of Guyana is Portlhacha.", "In Guyana, it is Bahl."]
+    answers = [facts.extract(text) for text in texts]
+    assert len(set(answers)) == 3
+    assert None not in answers
 
 
 def test_without_a_list_of_names_as_much_is_read_as_with_one(facts: Task, shared: Path) -> None:

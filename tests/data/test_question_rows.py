@@ -66,21 +66,15 @@ def test_a_mistake_is_named_with_file_and_line(read: Reader, row: dict, message:
         read(write_lines(tmp_path / "q.jsonl", {"question": "fine", "answer": 1}, row))
 
 
-@pytest.mark.parametrize(("task", "answer"), [("local_number", ["4", "four"]), ("local_expression", ["4"])])
-def test_a_list_of_equal_answers_is_one_answer(task: str, answer: list[str]) -> None:
-    assert read_questions([{"question": "2+2?", "answer": answer}], task=task)[0].reference == "4"
-
-
-def test_a_column_of_years_with_gaps_holds_whole_numbers(tmp_path: Path) -> None:
-    rows = [{"question": "When?", "answer": 1999.0}, {"question": "Where?", "answer": None}]
-    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "q.parquet")
-    assert [q.reference for q in read_questions(tmp_path / "q.parquet", task="local_text")] == ["1999", None]
-
-
-def test_fields_of_ones_own_are_left_alone_and_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_fields_and_lines_of_others_are_left_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file = write_lines(tmp_path / "q.jsonl", *({"question": f"q{i}", "level": i, "topic": "t"} for i in range(3)))
     assert len(asked(file)) == 3
     assert caplog.text.count("level, topic") == 1
+    rows = [{"question": "a", "task": "local_text"}, {"question": "b", "task": "local_number"}]
+    file = write_lines(tmp_path / "q.jsonl", *rows)
+    assert [question.text for question in loaded(file)] == ["b"]
+    with pytest.raises(ValueError, match="all are of local_text, local_number"):
+        load_some("local_choice", "train", path=str(file))
 
 
 def test_questions_may_come_from_python() -> None:
@@ -93,14 +87,6 @@ def test_questions_may_come_from_python() -> None:
         read_questions([{"question": "a"}, {"question": "b", "anwser": 1}], task="local_number")
     with pytest.raises(ValueError, match="at least one question"):
         read_questions([], task="local_number")
-
-
-def test_the_lines_of_another_task_are_that_ones(tmp_path: Path) -> None:
-    rows = [{"question": "a", "task": "local_text"}, {"question": "b", "task": "local_number"}]
-    file = write_lines(tmp_path / "q.jsonl", *rows)
-    assert [question.text for question in loaded(file)] == ["b"]
-    with pytest.raises(ValueError, match="all are of local_text, local_number"):
-        load_some("local_choice", "train", path=str(file))
 
 
 def test_a_line_of_a_pool_takes_the_same_fields(tmp_path: Path) -> None:
@@ -153,13 +139,16 @@ def test_public_data_sets_are_read_by_columns(row: dict, answer: object, text: s
         assert (found.text, found.answer) == (text, answer)
 
 
-def test_a_csv_file_has_named_columns(tmp_path: Path) -> None:
+def test_columns_of_csv_and_parquet_files(tmp_path: Path) -> None:
     path = tmp_path / "questions.csv"
     path.write_text('id,question,answer,choices\nx,"Red, or not?",blood,"[""sky"", ""blood""]"\ny,2+2?,4,\n')
     first, second = read_question_file(path)
     assert (first.id, first.answer, first.task) == ("x", "B", "local_choice")
     assert first.text == "Red, or not?\n(A) sky\n(B) blood"
     assert (second.text, second.answer) == ("2+2?", "4")
+    rows = [{"question": "When?", "answer": 1999.0}, {"question": "Where?", "answer": None}]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "q.parquet")
+    assert [q.reference for q in read_questions(tmp_path / "q.parquet", task="local_text")] == ["1999", None]
 
 
 @pytest.mark.parametrize(

@@ -209,7 +209,12 @@ def test_a_fork_that_dies_takes_no_other_answer_with_it() -> None:
     assert not Path(f"/proc/{process.pid}").exists()
 
 
-def test_the_wall_clock_ends_a_process_that_uses_no_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_workers_that_hang_or_cannot_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    broken = tmp_path / "broken.py"
+    broken.write_text('print(\'{"error": "No module named math_verify"}\')')
+    monkeypatch.setattr(math_processes, "_WORKER", broken)
+    with pytest.raises(RuntimeError, match="did not start: No module named math_verify"):
+        MathComparer().equal("x", "y")
     sleeper = tmp_path / "sleeper.py"
     sleeper.write_text("import time; print('{\"ready\": true}', flush=True); time.sleep(600)")
     monkeypatch.setattr(math_processes, "_WORKER", sleeper)
@@ -217,28 +222,17 @@ def test_the_wall_clock_ends_a_process_that_uses_no_cpu(monkeypatch: pytest.Monk
     assert pool.equal("x", "y") is None
 
 
-def test_a_worker_that_cannot_start_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    broken = tmp_path / "broken.py"
-    broken.write_text('print(\'{"error": "No module named math_verify"}\')')
-    monkeypatch.setattr(math_processes, "_WORKER", broken)
-    with pytest.raises(RuntimeError, match="did not start: No module named math_verify"):
-        MathComparer().equal("x", "y")
-
-
-def test_a_killed_worker_is_replaced(pool: MathComparer) -> None:
-    assert pool.equal("a+b", "b+a")
-    pool._worker.process.kill()
-    pool._worker.process.wait()
-    assert pool.equal("a+c", "c+a") in (True, None)
-    assert pool.equal("a+d", "d+a")
-
-
-def test_the_worker_is_bounded_in_memory_and_free_of_torch(pool: MathComparer) -> None:
+def test_the_worker_is_bounded_free_of_torch_and_replaced(pool: MathComparer) -> None:
     pool.equal("u+v", "v+u")
     process = Path("/proc") / str(pool._worker.process.pid)
     (space,) = (line for line in (process / "limits").read_text().splitlines() if line.startswith("Max address space"))
     assert str(2**31) in space
     assert "libtorch" not in (process / "maps").read_text()
+    assert pool.equal("a+b", "b+a")
+    pool._worker.process.kill()
+    pool._worker.process.wait()
+    assert pool.equal("a+c", "c+a") in (True, None)
+    assert pool.equal("a+d", "d+a")
 
 
 def test_threads_share_a_process(pool: MathComparer) -> None:
@@ -332,7 +326,7 @@ def test_a_part_of_a_name_is_not_the_name(vectors: Vectors) -> None:
     assert refused >= 3
 
 
-def test_numbers_are_read_whole(vectors: Vectors) -> None:
+def test_numbers_and_boxes_are_read_whole(vectors: Vectors) -> None:
     for case in vectors("gsm8k_tail_substring_bug")["cases"]:
         answer = read_number(case["text"])
         assert numbers_equal(answer, case["extracted"])
@@ -346,6 +340,9 @@ def test_numbers_are_read_whole(vectors: Vectors) -> None:
             assert not numbers_equal(case["text"], case["out"])
         else:
             assert float(case["out"]) == pytest.approx(float(Fraction(canonical_number(case["text"]))))
+    # A box whose content begins on the next line is read here, and overlooked by the reference.
+    for case in vectors("contains_boxed")["cases"]:
+        assert (last_boxed(case["t"]) is not None) == (case["out"] or "\n" in case["t"])
 
 
 def test_equal_answers_are_equal_for_us_where_any_of_three_says_so(vectors: Vectors) -> None:
@@ -373,12 +370,6 @@ def test_whatever_a_reference_reads_is_read(vectors: Vectors) -> None:
             assert found.startswith(case["extracted"].removeprefix("\\text{").lower())
 
 
-def test_boxes_equal_the_vectors(vectors: Vectors) -> None:
-    """A box whose content begins on the next line is read here, and overlooked by the reference."""
-    for case in vectors("contains_boxed")["cases"]:
-        assert (last_boxed(case["t"]) is not None) == (case["out"] or "\n" in case["t"])
-
-
 def test_p_true_merges_the_forms_of_a_word(vectors: Vectors) -> None:
     """The reference knows "Yes" and "No" alone, says 0.5 where it sees neither, and keeps the last of equal tokens."""
     for case in vectors("p_true_appier")["cases"]:
@@ -390,10 +381,7 @@ def test_p_true_merges_the_forms_of_a_word(vectors: Vectors) -> None:
             assert found == pytest.approx(yes / (yes + no))
         else:
             assert found is None
-
-
-def test_step_judgements_count_exact_options_alone(vectors: Vectors) -> None:
-    """Of two references one drops P(B), the other takes every token with an "a" in it for A."""
+    # Of two references one drops P(B), the other takes every token with an "a" in it for A.
     for case in vectors("self_eval_step_probability")["cases"]:
         masses = [
             sum(p for token, p in zip(case["tokens"], row, strict=True) if token == option)

@@ -39,15 +39,7 @@ BEFORE = _pool([[0.9, 0.9], [0.9, 0.9]], [["1", "2"], ["2", None]])
 AFTER = _pool([[0.75, 0.25], [0.25, 0.25]], [["1", "2"], ["2", None]])
 
 
-def test_result_keys_are_fixed() -> None:
-    keys = result_keys("id", compare_pools(BEFORE, AFTER, num_resamples=20), [BEFORE, AFTER])
-    parts = ("before", "after", "change", "ratio")
-    expected = {f"own.id.{m}.{p}{end}" for m in METRICS for p in parts for end in ("", ".low", ".high")}
-    expected |= {f"own.id.{c}.{side}" for c in COUNTS for side in ("before", "after")}
-    assert set(keys) == expected
-
-
-def test_values_by_hand() -> None:
+def test_keys_are_fixed_and_values_by_hand() -> None:
     keys = result_keys("id", compare_pools(BEFORE, AFTER, num_resamples=20), [BEFORE, AFTER])
     # One of four responses is right (the unreadable one is wrong): confidence .9 against accuracy .25.
     assert keys["own.id.ece.before"] == pytest.approx(0.65)
@@ -57,6 +49,10 @@ def test_values_by_hand() -> None:
     assert keys["own.id.auroc.after"] == pytest.approx(1.0)
     assert keys["own.id.pass_at_1.change"] == pytest.approx(0.0)
     assert keys["own.id.unreadable.after"] == pytest.approx(0.25)
+    parts = ("before", "after", "change", "ratio")
+    expected = {f"own.id.{m}.{p}{end}" for m in METRICS for p in parts for end in ("", ".low", ".high")}
+    expected |= {f"own.id.{c}.{side}" for c in COUNTS for side in ("before", "after")}
+    assert set(keys) == expected
 
 
 RESPONSES = [("1", 0.9, 10), ("2", 0.3, 20), ("1", 0.8, 30), (None, 0.5, 40)]

@@ -25,21 +25,12 @@ HOSTILE = "</script><script>document.title = 'taken'</script><img src=x onerror=
 
 
 def samples(question: str, *rows: tuple[str, bool, float], text: str = HOSTILE) -> QuestionSamples:
-    asked = Question(
-        question,
-        "local_text" if question == "long" else "local_number",
-        (Message("user", f"{question} {HOSTILE}"),),
-        "4",
-        f"{question} {HOSTILE}",
+    asked, task = f"{question} {HOSTILE}", "local_text" if question == "long" else "local_number"
+    samples = tuple(
+        Sample(question, index, 0, text, None, "stop", answer, right, yes_mass=p, no_mass=1 - p, num_tokens=5)
+        for index, (answer, right, p) in enumerate(rows)
     )
-    return QuestionSamples(
-        asked,
-        tuple(
-            Sample(question, index, 0, text, None, "stop", answer, right, yes_mass=p, no_mass=1 - p, num_tokens=5)
-            for index, (answer, right, p) in enumerate(rows)
-        ),
-        "test",
-    )
+    return QuestionSamples(Question(question, task, (Message("user", asked),), "4", asked), samples, "test")
 
 
 def systems() -> dict[str, dict[str, RecordedPool]]:
@@ -83,16 +74,13 @@ def test_texts_are_never_markup_and_two_scripts_may_run(page: Path) -> None:
     assert packed(text, "index")["numbers"][0]["ece"][0] == 0.25
 
 
-def test_redaction_leaves_no_text(tmp_path: Path) -> None:
+def test_redaction_leaves_no_text_and_other_files_are_not_replaced(tmp_path: Path) -> None:
     write_page(tmp_path / "report.html", systems(), {}, title="t", redact=True)
     text = (tmp_path / "report.html").read_text()
     index = packed(text, "index")
     assert 'id="c0"' not in text
     assert "taken" not in json.dumps(index)
     assert index["questions"][0]["a"] == ["answer 1", "answer 2"]
-
-
-def test_other_files_are_not_replaced(tmp_path: Path) -> None:
     file = tmp_path / "config.json"
     file.write_text("{}")
     with pytest.raises(InputError, match=r"config\.json exists and is not a report"):
@@ -179,9 +167,7 @@ def evaluation(folder: Path, answers: str, ids: range, **fields: str) -> Path:
     return folder / "out"
 
 
-def test_two_evaluations_are_compared_on_the_questions_of_both(
-    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_evaluations(tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     one, two = evaluation(tmp_path / "a", "554", range(6)), evaluation(tmp_path / "b", "464", range(2, 8))
     page = Path(run_view(str(one), str(two), output=str(tmp_path / "both.html"))).read_text()
     said = "4 questions are in both evaluations; 4 are in one only and not listed; the numbers are those of each whole"

@@ -106,8 +106,5 @@ def test_tables_read_as_published() -> None:
     # At most two responses: SC and its weighted form stand at n = 2, where F came first and T weighs more.
     assert dict(zip(table[0].split(","), table[1].split(","), strict=True))["SC"] == "0"
     assert dict(zip(table[0].split(","), table[1].split(","), strict=True))["SC w/ conf."] == "100"
-
-
-def test_pool_without_confidence_runs_the_methods_that_count() -> None:
     rows = [{"prompt": "q", "answer": "T", "confidence": 0.5, "is_correct": True}] * 3
     assert [curve.method for curve in paper_curves(pool_of(rows), None)] == ["ASC", "SC", "ESC", "pass@N"]

@@ -124,7 +124,7 @@ def test_csv_holds_every_point_in_the_order_of_the_grid() -> None:
     assert (rows[0]["tokens"], rows[4]["tokens"], rows[4]["samples"]) == ("", "300.0", "3.0")
 
 
-def test_accuracy_figure_draws_the_points_as_they_are() -> None:
+def test_figures_draw_the_points_as_they_are() -> None:
     figure = figures.accuracy_figure(CURVES)
     votes, stop = figure.axes
     assert [line.get_ydata().tolist() for line in votes.lines] == [[0.25, 0.5, 0.75]] * 2  # the reference beneath
@@ -133,9 +133,6 @@ def test_accuracy_figure_draws_the_points_as_they_are() -> None:
     assert votes.get_xscale() == "log"
     tokens = figures.accuracy_figure(CURVES, cost="tokens")
     assert len(tokens.axes) == 1  # lengths of the votes are unknown
-
-
-def test_risk_coverage_figure() -> None:
     axes = figures.risk_coverage_figure(CONSENSUS).axes[0]
     assert axes.lines[0].get_ydata().tolist() == pytest.approx([0.0, 0.0, 1 / 3, 1 / 2])
     assert axes.get_legend().get_texts()[0].get_text() == "votes alone: AURC 0.100"
@@ -159,16 +156,13 @@ NOWHERE = row("own/Thing", "a|b", UNKNOWN, Estimate(0.5, None, None), UNKNOWN)
 ROWS = [BETTER, WORSE, UNCLEAR, NOWHERE]
 
 
-def test_better_and_worse_follow_the_interval_and_the_metric() -> None:
-    assert [is_better(change) for _, change in ROWS] == [True, False, None, None]
-
-
 def test_markdown_has_equal_columns_and_marks_clear_changes() -> None:
     lines = comparison_markdown(ROWS).splitlines()
     assert len(lines) == 6
     assert "| ECE ↓ | test | 0.300 [0.200, 0.400] | 0.100 [0.050, 0.200] | **-0.200 [-0.300, -0.100]** |" in lines
     assert lines[4].endswith("| +0.000 [-0.100, +0.100] |")
     assert lines[5] == r"| own/Thing | a\|b | – | 0.500 | – |"
+    assert [is_better(change) for _, change in ROWS] == [True, False, None, None]
 
 
 def test_csv_reads_back_in_full_precision() -> None:

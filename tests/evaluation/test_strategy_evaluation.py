@@ -199,18 +199,15 @@ def test_report_with_calibration_questions() -> None:
     assert not any("No calibration split" in note for note in report.notes)
 
 
-def test_one_question_has_no_intervals() -> None:
-    report = evaluate(recorded([make_entry(["a", "b", "a"], [0.5, 0.25, 0.75])]), None)
-    assert any("One question only" in note for note in report.notes)
-    assert all(row.accuracy.low is None for row in report.budgets)
-    assert all(row.change.high is None for row in report.budgets)
-
-
-def test_uneven_questions_are_cut_to_the_shortest_and_it_is_said() -> None:
+def test_short_and_lone_questions_are_told() -> None:
     entries = [make_entry(["a"] * 4, [0.5] * 4, name="long"), make_entry(["a", "b"], [0.5, 0.5], name="short")]
     report = evaluate(recorded(entries), None)
     assert report.width == 2
     assert any("end at 2 samples, as many as 'short' has" in note and "up to 4" in note for note in report.notes)
+    report = evaluate(recorded([make_entry(["a", "b", "a"], [0.5, 0.25, 0.75])]), None)
+    assert any("One question only" in note for note in report.notes)
+    assert all(row.accuracy.low is None for row in report.budgets)
+    assert all(row.change.high is None for row in report.budgets)
 
 
 def test_each_test_set_has_its_own_budget_in_the_short_tables(capsys: pytest.CaptureFixture) -> None:

@@ -276,15 +276,28 @@ def test_mistakes_are_one_line(oracle: Oracle, arguments: list, message: str, ca
     assert oracle.requests == []
 
 
-def test_a_calibrated_model_needs_no_warning(tmp_path: Path) -> None:
-    (note,) = notes_on("bundled", None, EarlyStopping(), None)
-    assert "may not be calibrated" in note
-    assert not [*notes_on("bundled", "adapter", EarlyStopping(), None)]
-    assert not [*notes_on("bundled", None, SelfConsistency(), None)]
-    assert not [*notes_on("on/the-hub", None, EarlyStopping(), None)]
+def test_notes_on_calibration_and_on_unreached_thresholds(tmp_path: Path) -> None:
+    assert "may not be calibrated" in str(uncalibrated_note("bundled", None, EarlyStopping()))
+    assert uncalibrated_note("bundled", "adapter", EarlyStopping()) is None
+    assert uncalibrated_note("bundled", None, SelfConsistency()) is None
+    assert uncalibrated_note("on/the-hub", None, EarlyStopping()) is None
     (tmp_path / "selfcal_manifest.json").write_text("{}")
     assert not [*notes_on(str(tmp_path), None, EarlyStopping(), None)]
     assert default_task(str(tmp_path)) == "local_number"
+
+    def verdicts(*stopped: bool) -> list[Verdict]:
+        return [Verdict("q", "4", 0.2, None, 16, stopped_early=early) for early in stopped]
+
+    strategy = EarlyStopping(threshold=0.7)
+    note = str(unreached_note(strategy, verdicts(False, False, False, False)))
+    assert "threshold 0.7" in note
+    assert "(the highest confidence was 0.20)" in note
+    assert "Lower --threshold" in note
+    of_entropy = str(unreached_note(AdaptiveConsistency("entropy"), verdicts(False, False, False, False)))
+    assert "highest" not in of_entropy
+    assert "Raise --threshold" in of_entropy
+    assert unreached_note(strategy, verdicts(False, False, True, False)) is None
+    assert unreached_note(strategy, verdicts(False)) is None
 
 
 def in_a_process(arguments: list[str]) -> int:
@@ -308,19 +321,3 @@ def test_the_bundled_model_answers_a_command(tmp_path: Path, capfd: pytest.Captu
         assert row["answer"] is None or row["answer"] in str(row["response"])
         assert 1 <= row["samples_used"] <= 2
         assert row["tokens_used"] > 0
-
-
-def test_a_threshold_that_no_answer_reaches_is_told() -> None:
-    def verdicts(*stopped: bool) -> list[Verdict]:
-        return [Verdict("q", "4", 0.2, None, 16, stopped_early=early) for early in stopped]
-
-    strategy = EarlyStopping(threshold=0.7)
-    note = str(unreached_note(strategy, verdicts(False, False, False, False)))
-    assert "threshold 0.7" in note
-    assert "(the highest confidence was 0.20)" in note
-    assert "Lower --threshold" in note
-    of_entropy = str(unreached_note(AdaptiveConsistency("entropy"), verdicts(False, False, False, False)))
-    assert "highest" not in of_entropy
-    assert "Raise --threshold" in of_entropy
-    assert unreached_note(strategy, verdicts(False, False, True, False)) is None
-    assert unreached_note(strategy, verdicts(False)) is None

@@ -113,15 +113,12 @@ def test_walking_finds_the_steps_of_the_whole_response(steps: Steps, text: str) 
         assert after.text.startswith(before.text)
 
 
-def test_a_full_stop_is_looked_behind() -> None:
+def test_texts_counts_and_chances_of_steps() -> None:
     engine = Reciting("It is 3.5. So.")
     first, second = walk(engine, "sentence")
     assert first.text == "It is 3.5."
     assert (first.logprob, second.logprob) == (-0.5 * 10, -0.5 * 4), "of what is kept"
     assert engine.drawn == len(engine.text) + 1, "the space behind the first sentence is drawn again"
-
-
-def test_parts_of_a_step_are_counted_together() -> None:
     engine = Reciting("a\nb\n\nc")
     first, second = walk(engine, "blank_line")
     assert engine.asked == 4, "the first step stopped at three line ends"
@@ -130,9 +127,6 @@ def test_parts_of_a_step_are_counted_together() -> None:
     assert first.drawn_tokens == 5
     assert second.drawn_tokens == 1
     assert engine.drawn == 6
-
-
-def test_a_step_that_its_follower_ends_leaves_the_chances_unknown() -> None:
     first, second = walk(Reciting("## Step 1: a\n## Step 2: b"), "heading")
     assert first.text == "## Step 1: a"
     assert first.logprob is None

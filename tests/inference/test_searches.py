@@ -72,6 +72,9 @@ def test_a_beam_keeps_the_best_beginnings() -> None:
     assert verdict.answer == "18", "14, 16, 18 has the highest last token"
     assert (verdict.confidence, verdict.samples_used) == (0.18, 12)
     assert len(scorer.asked) == len(set(scorer.asked)), "no path is scored twice"
+    _, asks = play(BeamSearch(Scripted(), width=4, keep=2, max_steps=4, frequency=2), rising, last=4)
+    assert [ask.num_samples for ask in asks] == [4, 1, 1, 1, 1, 2, 2, 1, 1, 1, 1]
+    assert [len(ask.prefix or ()) for ask in asks] == [0, 1, 1, 1, 1, 2, 2, 3, 3, 3, 3]
 
 
 def test_finished_paths_keep_their_place_and_do_not_grow() -> None:
@@ -134,12 +137,6 @@ def test_lookahead_chooses_by_what_comes_and_keeps_nothing_of_it() -> None:
     assert chosen == {0: (30, 10), 1: (20, 90)}, "30 leads to 10, 20 to 90; what was drawn ahead is drawn anew"
 
 
-def test_between_choices_each_beginning_gets_its_steps() -> None:
-    _, asks = play(BeamSearch(Scripted(), width=4, keep=2, max_steps=4, frequency=2), rising, last=4)
-    assert [ask.num_samples for ask in asks] == [4, 1, 1, 1, 1, 2, 2, 1, 1, 1, 1]
-    assert [len(ask.prefix or ()) for ask in asks] == [0, 1, 1, 1, 1, 2, 2, 3, 3, 3, 3]
-
-
 @pytest.mark.parametrize(("duplicates", "prefixes"), [("merge", 1), ("refill", 3), ("keep", 3)])
 def test_equal_beginnings_are_one_or_stand_for_others(duplicates: Any, prefixes: int) -> None:
     same: Draw = lambda ask, number: [40] * number  # noqa: E731
@@ -172,13 +169,8 @@ def test_particles_are_drawn_by_their_odds() -> None:
              for seed in range(4)}  # fmt: skip
     assert len(drawn) > 1
 
-
-def test_a_response_that_ended_is_a_particle_that_does_not_grow() -> None:
-    def draw(ask: Ask, number: int) -> list[int]:
-        return [50] * number
-
-    verdict, asks = play(ParticleFiltering(Scripted(), particles=2), draw, last=1)
-    assert (len(asks), verdict.answer) == (1, "50")
+    verdict, asks = play(ParticleFiltering(Scripted(), particles=2), lambda ask, number: [50] * number, last=1)
+    assert (len(asks), verdict.answer) == (1, "50"), "a response that ended does not grow"
 
 
 in_each_search = pytest.mark.parametrize(
@@ -274,7 +266,7 @@ def test_a_reward_model_of_another_tokenizer_steers_nothing(tiny_model: str, tmp
             open_search(name, {}, settings, tokenizer=load_tokenizer(tiny_model), dtype="float32")
 
 
-def test_searches_are_refused_on_recorded_samples() -> None:
+def test_searches_need_live_samples_with_tokens_and_a_reward_model(capsys: pytest.CaptureFixture) -> None:
     for name in ("beam_search", "diverse_tree_search", "particle_filtering", "adaptive_best_of_n"):
         with pytest.raises(InputError, match=f"`selfcal answer --strategy {name}"):
             plan_of(name)
@@ -283,6 +275,11 @@ def test_searches_are_refused_on_recorded_samples() -> None:
     samples = (Sample("q", 0, 0, "7", (7,), "stop", "7", True),)
     with pytest.raises(InputError, match="recorded samples"):
         replay(ParticleFiltering(Scripted()), QuestionSamples(QUESTION, samples, "t"))
+    samples = (Sample("q", 0, 0, "7", None, "stop", "7", True),)
+    with pytest.raises(InputError, match="token ids to score"):
+        replay(AdaptiveBestOfN(Scripted(0.99)), QuestionSamples(QUESTION, samples, "t"))
+    assert run(["answer", "--model", "bundled", "--question", "1+1?", "--strategy", "beam_search"]) == 1
+    assert "`reward.model`" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -301,11 +298,3 @@ def test_searches_are_refused_on_recorded_samples() -> None:
 def test_what_cannot_be_searched_is_refused(search: Any, fields: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         search(Scripted(), **fields)
-
-
-def test_a_search_needs_a_reward_model_and_tokens(capsys: pytest.CaptureFixture) -> None:
-    samples = (Sample("q", 0, 0, "7", None, "stop", "7", True),)
-    with pytest.raises(InputError, match="token ids to score"):
-        replay(AdaptiveBestOfN(Scripted(0.99)), QuestionSamples(QUESTION, samples, "t"))
-    assert run(["answer", "--model", "bundled", "--question", "1+1?", "--strategy", "beam_search"]) == 1
-    assert "`reward.model`" in capsys.readouterr().err

@@ -219,7 +219,13 @@ def test_what_a_refusal_names_can_be_asked_for() -> None:
             fit_goal_threshold(SIX, pool, goal, named, [threshold], num_reshuffles=3)
 
 
-def test_references_are_needed_and_a_guide_or_a_grid() -> None:
+def test_a_failed_request_is_wrong_but_references_are_needed_and_a_guide_or_a_grid() -> None:
+    pool = calibrated_pool(10)
+    pool[0] = replace(pool[0], samples=(*pool[0].samples[:5], FAILED))
+    pool[1] = replace(pool[1], samples=(FAILED,) * 6)
+    strategy = SelfConsistency(max_samples=6)
+    fitted = fit_goal_threshold(strategy, pool, "budget", 6.0, [6], num_reshuffles=0)
+    assert fitted.achieved["accuracy"] == np.mean([bool(replay(strategy, entry).correct) for entry in pool])
     pool = calibrated_pool(10)
     no_reference = [replace(e, samples=tuple(replace(s, correct=None) for s in e.samples)) for e in pool]
     with pytest.raises(ValueError, match="'c0' has none"):
@@ -229,15 +235,6 @@ def test_references_are_needed_and_a_guide_or_a_grid() -> None:
         fit_risk_threshold(SIX, [without, *pool[1:]], risk=0.3)
     with pytest.raises(ValueError, match="either `guide` or `grid`"):
         fit_risk_threshold(SIX, pool, risk=0.3, guide=pool, grid=[0.5])
-
-
-def test_a_failed_request_is_wrong_and_no_missing_reference() -> None:
-    pool = calibrated_pool(10)
-    pool[0] = replace(pool[0], samples=(*pool[0].samples[:5], FAILED))
-    pool[1] = replace(pool[1], samples=(FAILED,) * 6)
-    strategy = SelfConsistency(max_samples=6)
-    fitted = fit_goal_threshold(strategy, pool, "budget", 6.0, [6], num_reshuffles=0)
-    assert fitted.achieved["accuracy"] == np.mean([bool(replay(strategy, entry).correct) for entry in pool])
 
 
 def test_a_threshold_survives_its_file(tmp_path: Path) -> None:

@@ -199,10 +199,7 @@ def test_beta_gains_are_ratios_of_beta_functions() -> None:
     for total in range(13):
         wanted = np.bincount([i for i, _ in order[:total]], minlength=3)
         assert allocation.beta_allocation(right, wrong, total, maximum=100).tolist() == wanted.tolist()
-
-
-def test_tiny_gains_are_still_ordered() -> None:
-    """B(a + 1, b + k) / B(a, b) of a nearly certain question underflows soon; it still continues getting samples."""
+    # B(a + 1, b + k) / B(a, b) of a nearly certain question underflows soon; it still continues getting samples.
     found = allocation.beta_allocation([1e9, 1e9], [1e-3, 1e-3], 80, maximum=50)
     assert found.tolist() == [40, 40]
 
@@ -277,9 +274,7 @@ def test_limits() -> None:
     assert_allclose(fitted_maps.beta_pass_at_k(p, 16, concentration=np.inf), simulated_pass_at_k(p, 16), atol=1e-12)
     assert_allclose(fitted_maps.beta_pass_at_k(p, 16, concentration=1e-9), p, atol=1e-6)
     assert fitted_maps.beta_pass_at_k(p, 0, concentration=2.0).tolist() == [0.0, 0.0, 0.0]
-    assert (
-        fitted_maps.InflatedBeta(0.0, 2.0).pass_at_k(p, 4).tolist()
-        == fitted_maps.beta_pass_at_k(p, 4, concentration=2.0).tolist()
-    )
+    plain = fitted_maps.beta_pass_at_k(p, 4, concentration=2.0)
+    assert fitted_maps.InflatedBeta(0.0, 2.0).pass_at_k(p, 4).tolist() == plain.tolist()
     assert fitted_maps.InflatedBeta(1.0, 2.0).pass_at_k(p, 64).tolist() == p.tolist()
     assert fitted_maps.InflatedBeta(0.5, 2.0).pass_at_k(p, 0).tolist() == [0.0, 0.0, 0.0]

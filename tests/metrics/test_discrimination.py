@@ -98,7 +98,7 @@ def test_spearman_equals_scipy() -> None:
     assert discrimination.spearman([], []) is None
 
 
-def test_one_class_is_unknown() -> None:
+def test_one_class_is_unknown_and_scores_need_be_no_probabilities() -> None:
     for correct in ([True, True], [False, False]):
         assert discrimination.auroc([0.1, 0.9], correct) is None
         assert discrimination.roc_curve([0.1, 0.9], correct) is None
@@ -107,9 +107,6 @@ def test_one_class_is_unknown() -> None:
         ) == discrimination.WithinQuestion(None, None, 0)
     assert discrimination.auroc([], []) is None
     assert discrimination.aurc([], []) is None
-
-
-def test_scores_need_be_no_probabilities() -> None:
     assert discrimination.auroc([-np.inf, -20.0, 3.0], [False, True, True]) == 1.0
     assert discrimination.auroc(torch.tensor([-5.0, 2.0], dtype=torch.bfloat16), torch.tensor([0, 1])) == 1.0
 
@@ -143,9 +140,6 @@ def test_streamed_values_are_those_of_the_functions() -> None:
         for rows in torch.arange(600).split(130):
             metric.update(*(column[rows] for column in columns[:num_columns]))
         assert metric.compute().item() == expected
-
-
-def test_large_question_numbers_stay_apart() -> None:
     metric = WithinQuestionAUROC()
     numbers = torch.tensor([2**62, 2**62, 2**62 + 1, 2**62 + 1])
     metric.update(torch.tensor([0.9, 0.1, 0.2, 0.3]), torch.tensor([1, 0, 1, 0]), numbers)

@@ -289,7 +289,7 @@ def test_other_heads_start_exactly_where_the_vectors_stood(vectors: Vectors) -> 
         assert (found[:, None] - torch.tensor(case["after_sigmoid"])).abs().max() > 0.05
 
 
-def test_activations_equal_the_vectors(vectors: Vectors) -> None:
+def test_activations_and_step_rewards_equal_the_vectors(vectors: Vectors) -> None:
     """Scores of the public formats, read from their class logits by a head that copies the classes."""
     identity = torch.eye(3)
     for case in vectors("prm_activations")["cases"]:
@@ -302,10 +302,7 @@ def test_activations_equal_the_vectors(vectors: Vectors) -> None:
             found = score_by_rows(logits, identity, None, positive, negative)
             assert found.tolist() == pytest.approx(case[name], abs=1e-6)
         assert logits.sigmoid().tolist() == [pytest.approx(row, abs=1e-6) for row in case["quantile sigmoid"]]
-
-
-def test_step_rewards_equal_the_vectors(vectors: Vectors) -> None:
-    """Scores at the marked positions of a response."""
+    # Scores at the marked positions of a response.
     for case in vectors("prm_step_rewards")["cases"]:
         logits = torch.tensor(case["logits"]).float()[torch.tensor(case["mask"]).bool()]
         if case["mode"] == "softmax":

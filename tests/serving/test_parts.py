@@ -144,20 +144,13 @@ def test_a_batch_that_could_answer_nothing_is_refused_at_once(here: Path, option
     assert Path("in.jsonl").read_text() == '{"custom_id": "a"}'
 
 
-def test_no_tokens_at_all_are_not_taken_for_no_limit() -> None:
-    with pytest.raises(InputError, match="max_tokens_in_all"):
-        Limits(max_tokens_in_all=0)
-
-
 @pytest.mark.parametrize(("port", "said"), [(99_999, "port"), (0, "port"), (None, "listen")])
 def test_a_port_that_cannot_be_had_is_told_before_the_model_is_loaded(port: int | None, said: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(InputError, match=said):
         run_serve("bundled", port=taken.getsockname()[1] if port is None else port)
 
 
-def test_while_the_model_is_loaded_a_reload_ends_nothing_and_the_address_can_be_used(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_while_loading_a_reload_ends_nothing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     def load(*args: Any, **options: Any) -> Any:
         assert callable(signal.getsignal(signal.SIGHUP))  # else it would end the tests
         signal.raise_signal(signal.SIGHUP)
@@ -330,6 +323,8 @@ def test_bodies_and_names_that_are_none_are_refused() -> None:
     for name in ("m@s:2", "m@s:nan", "m@s:x"):
         with pytest.raises(Refused, match="threshold"):
             split_name(name)
+    with pytest.raises(InputError, match="max_tokens_in_all"):
+        Limits(max_tokens_in_all=0)
 
 
 def test_a_question_that_is_concluded_ends_with_what_had_come() -> None:

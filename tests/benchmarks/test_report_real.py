@@ -127,8 +127,6 @@ def test_states_of_a_response_do_not_depend_on_its_neighbours(script: Script) ->
 
 
 def test_probes_of_states_learn_the_agreement_of_other_questions(script: Script, tmp_path: Path) -> None:
-    import numpy as np
-
     states, rng = script("_states"), np.random.default_rng(0)
     pools, files = {}, {}
     for split, count in (("train", 60), ("validation", 20), ("test", 20)):

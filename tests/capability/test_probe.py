@@ -2,6 +2,7 @@ import json
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -43,11 +44,8 @@ def place(written: Path, tmp_path: Path) -> Path:
 @pytest.fixture
 def no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let nothing load a model."""
-
-    def load(*_: object, **__: object) -> None:
-        raise AssertionError("nothing has to be loaded")
-
-    monkeypatch.setattr("selfcal_lightning.engines.transformers.engine.load_network", load)
+    refuse = Mock(side_effect=AssertionError("nothing has to be loaded"))
+    monkeypatch.setattr("selfcal_lightning.engines.transformers.engine.load_network", refuse)
 
 
 def test_a_probe_without_labels_knows_other_questions(place: Path) -> None:

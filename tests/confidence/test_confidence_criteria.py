@@ -299,8 +299,6 @@ def test_wrong_settings_are_named(name: str, value: Any) -> None:
         ("step_certainty", {"weight": -0.1}, "`weight`.* -0.1"),
     ],
 )
-def test_settings_outside_of_their_bounds_are_refused(
-    tokens: TokenReader, name: str, settings: dict, said: str
-) -> None:
+def test_settings_outside_their_bounds_are_refused(tokens: TokenReader, name: str, settings: dict, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         ESTIMATORS[name](tokens, **settings)

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -96,10 +97,8 @@ def test_packed_rows_and_rows_apart_agree(engine: TransformersEngine, pool: Pool
 def test_a_model_that_packs_wrongly_reads_rows_apart(
     engine: TransformersEngine, pool: Pool, tokens: TokenReader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fails(_: object) -> None:
-        raise PackingError("Expected the same logits, but they differ.")
-
-    monkeypatch.setattr(packing_support, "check_packed_equals_separate", fails)
+    differs = Mock(side_effect=PackingError("Expected the same logits, but they differ."))
+    monkeypatch.setattr(packing_support, "check_packed_equals_separate", differs)
     apart = TokenReader(engine._model.network, engine.chat)
     found = flat(SelfCertainty(apart).score(pool))
     assert apart._can_pack is False

@@ -11,7 +11,7 @@ import torch
 from support.command_lines import Refused
 from support.recorded_pools import NUM_SAMPLES, SAMPLING
 from support.store_samples import write_lines
-from support.strategy_pools import make_entry
+from support.strategy_pools import make_entry, with_samples
 from transformers import AutoModelForCausalLM
 
 from selfcal_lightning.cli import run
@@ -226,16 +226,11 @@ def test_two_splits_of_a_store(store: Path, tmp_path: Path, refused: Refused, ca
     assert "8 of 8 that it was" in refused([*score, "--criteria.probe", str(file), "--split", "train"])
     assert "`criteria.probe`" in refused([*score, "--split", "test_id"])
     # A pool of the same questions gets the same values.
-    run_export_pool(str(store), str(tmp_path / "pool.jsonl"), split="test_id")
+    pool, scored = tmp_path / "pool.jsonl", tmp_path / "scored.jsonl"
+    run_export_pool(str(store), str(pool), split="test_id")
     criteria = CriteriaSettings(probe=str(file))
-    run_score(
-        "response_probe",
-        pool=str(tmp_path / "pool.jsonl"),
-        output=str(tmp_path / "scored.jsonl"),
-        model="bundled",
-        criteria=criteria,
-    )
-    lines = [json.loads(line) for line in (tmp_path / "scored.jsonl").read_text().splitlines()]
+    run_score("response_probe", pool=str(pool), output=str(scored), model="bundled", criteria=criteria)
+    lines = [json.loads(line) for line in scored.read_text().splitlines()]
     values = [response["confidence"]["response_probe"] for line in lines for response in line["responses"]]
     assert sorted(values) == pytest.approx(sorted(found.tolist()), abs=1e-4)
 
@@ -263,10 +258,7 @@ def test_bad_probes_are_refused(store: Path, tokens: TokenReader, tmp_path: Path
     [
         (lambda pool: pool[:4], "at least 5 questions"),
         (lambda pool: [replace(e, samples=e.samples[:1]) for e in pool], "known for no response"),
-        (
-            lambda pool: [replace(e, samples=tuple(replace(s, answer="7") for s in e.samples)) for e in pool],
-            "1 for all",
-        ),
+        (lambda pool: with_samples(pool, lambda sample: replace(sample, answer="7")), "1 for all"),
     ],
 )
 def test_pools_without_a_target_to_learn_are_named(change: Any, message: str) -> None:
@@ -278,9 +270,7 @@ def test_pools_without_a_target_to_learn_are_named(change: Any, message: str) ->
         response_probe.probe_targets(planted(10)[0], "votes")
 
 
-def test_a_live_response_has_the_confidence_of_a_recorded_one(
-    engine: TransformersEngine, tokens: TokenReader, two_splits: Path, tmp_path: Path
-) -> None:
+def test_live_as_recorded(engine: TransformersEngine, tokens: TokenReader, two_splits: Path, tmp_path: Path) -> None:
     train, test = (list(SampleStore(two_splits).samples(split=split)) for split in NUM_QUESTIONS)
     origin = ScoringModel(ModelSettings("bundled", None, EngineOptions())).probe_origin
     probe = fit_response_probe(train, read_states(tokens, train), target="agreement", origin=origin)

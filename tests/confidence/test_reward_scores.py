@@ -55,10 +55,8 @@ def test_scores_lie_beside_the_rows_and_choose_the_best_of_n(store: Path, prm: R
     strategy = BestOfN(max_samples=NUM_SAMPLES, confidence="prm")
     for entry in pool:
         readable = [sample for sample in entry.samples if sample.answer is not None]
-        assert (
-            replay(strategy, entry).answer
-            == max(readable, key=lambda sample: confidence_of(sample, "prm") or 0.0).answer
-        )
+        best = max(readable, key=lambda sample: confidence_of(sample, "prm") or 0.0)
+        assert replay(strategy, entry).answer == best.answer
 
 
 def test_equal_runs_reuse_what_is_there(store: Path, prm: RewardSettings, monkeypatch: pytest.MonkeyPatch) -> None:

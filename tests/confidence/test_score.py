@@ -79,10 +79,8 @@ def test_what_the_rows_bring_is_not_scored_again(store: Path, monkeypatch: pytes
 
 
 def test_only_rows_without_the_column_are_scored(sampled: Path, tmp_path: Path) -> None:
-    def without_masses(sample: Any) -> Any:
-        return replace(sample, yes_mass=None, no_mass=None) if sample.index == 1 else sample
-
-    partial = rewrite(sampled, tmp_path / "partial", without_masses)
+    unasked = lambda s: replace(s, yes_mass=None, no_mass=None) if s.index == 1 else s  # noqa: E731
+    partial = rewrite(sampled, tmp_path / "partial", unasked)
     (report,) = run_score("p_true", str(partial), model="bundled")
     assert (report.reused, report.scored, report.unknown) == (TOTAL - NUM_QUESTIONS, NUM_QUESTIONS, 0)
     found = [
@@ -234,23 +232,19 @@ def test_a_pool_gets_the_confidences_of_a_store(pool: Path, sampled: Path, store
 
 
 def test_a_pool_may_be_scored_in_place_and_keeps_what_it_has(pool: Path) -> None:
-    run_score("response_consistency", pool=str(pool), output=str(pool))
+    place = {"pool": str(pool), "output": str(pool)}
+    run_score("response_consistency", **place)
     first = responses_of(pool)
-    (report,) = run_score("response_consistency", pool=str(pool), output=str(pool), consistency_samples=1)
+    (report,) = run_score("response_consistency", **place, consistency_samples=1)
     assert (report.reused, report.scored) == (TOTAL - 1, 1), "only the response without one is tried again"
     assert responses_of(pool) == first
-    (report,) = run_score(
-        "response_consistency", pool=str(pool), output=str(pool), consistency_samples=1, overwrite=True
-    )
+    (report,) = run_score("response_consistency", **place, consistency_samples=1, overwrite=True)
     assert (report.reused, report.scored) == (0, TOTAL)
     assert {r["confidence"]["response_consistency"] for r in responses_of(pool)[:-1]} <= {0.0, 1.0}
     # An unknown score replaces a known one too: nobody knows by which model that one was made.
     lines = [json.loads(line) for line in pool.read_text().splitlines()]
-    lines[0]["responses"][0] |= {
-        "answer": None,
-        "correct": False,
-        "confidence": {"response_consistency": 0.5, "mine": 0.25},
-    }
+    stated = {"response_consistency": 0.5, "mine": 0.25}
+    lines[0]["responses"][0] |= {"answer": None, "correct": False, "confidence": stated}
     pool.write_text("".join(json.dumps(line) + "\n" for line in lines))
     run_score("response_consistency", pool=str(pool), output=str(pool), overwrite=True)
     assert responses_of(pool)[0]["confidence"] == {"mine": 0.25}

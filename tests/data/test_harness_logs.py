@@ -149,7 +149,9 @@ def test_a_cut_response_has_an_answer_only_where_it_states_one(tmp_path: Path) -
     assert (report.overruled, answers(groups["7"])) == (1, [None])
 
 
-def test_an_inspect_log_without_finished_samples_says_so(tmp_path: Path) -> None:
+def test_a_folder_without_a_log_and_a_log_without_finished_samples_are_named(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="holds no log that is recognised"):
+        imported(tmp_path)
     with zipfile.ZipFile(tmp_path / "log.eval", "w") as archive:
         archive.writestr("_journal/start.json", "{}")
     with pytest.raises(InputError, match="finished samples"):
@@ -447,11 +449,6 @@ def test_the_references_tell_the_task(references: list[Any], task: str) -> None:
 def test_pools_of_our_own_are_of_no_other_format(tmp_path: Path, name: str) -> None:
     lines = ({"id": one, "task": "t", "question": "q", "responses": []} for one in "ab")
     assert find_format(write_lines(tmp_path / name, *lines)) is None
-
-
-def test_a_folder_without_a_known_log_is_named(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="holds no log that is recognised"):
-        imported(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -79,27 +79,21 @@ def test_generate_samples_the_base_and_says_so(
 def test_score_asks_the_adapter(module: SelfCalibrationModule, adapter: str, base_store: Path, own_store: Path) -> None:
     with pytest.raises(ValueError, match="bring 'p_true' of another model or query"):
         run_score("p_true", str(base_store), adapter=adapter)
-    (report,) = run_score(
-        "p_true", str(base_store), adapter=adapter, name="p_true_activated", engine=EngineSettings(dtype="float32")
-    )
+    engine = EngineSettings(dtype="float32")
+    (report,) = run_score("p_true", str(base_store), adapter=adapter, name="p_true_activated", engine=engine)
     assert report.scored == 12
     index = SampleStore(base_store).index(confidences=["p_true_activated"])
     assert index.confidences["p_true_activated"] == pytest.approx(SampleStore(own_store).index().p_true, abs=1e-5)
     # Texts are the base model's: its statistics are those that the rows bring, and have one origin with and without.
     assert run_score("mean_logprob", str(own_store))[0].reused == 12
-    assert run_score(["token_entropy"], str(base_store), engine=EngineSettings(dtype="float32"))[0].scored == 12
-    assert (
-        run_score(["token_entropy"], str(base_store), adapter=adapter, engine=EngineSettings(dtype="float32"))[0].reused
-        == 12
-    )
+    assert run_score(["token_entropy"], str(base_store), engine=engine)[0].scored == 12
+    assert run_score(["token_entropy"], str(base_store), adapter=adapter, engine=engine)[0].reused == 12
     assert run_score("p_true", str(own_store), adapter=adapter)[0].reused == 12
     with pytest.raises(ValueError, match="bring 'p_true' of another model"):
         run_score("p_true", str(own_store))
 
 
-def test_answer_is_as_confident_as_the_adapter(
-    tiny_model: str, adapter: str, own_store: Path, base_store: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_answer_is_the_adapters(tiny_model: str, adapter: str, base_store: Path, capsys: pytest.CaptureFixture) -> None:
     question = next(iter(SampleStore(base_store).samples())).question
     found = {}
     for name, more in {"base": [], "adapter": ["--adapter", adapter]}.items():
@@ -114,9 +108,8 @@ def test_answer_is_as_confident_as_the_adapter(
 def test_evaluate_scores_again(tiny_model: str, adapter: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     options = {"num_samples": 4, "max_new_tokens": 40, "dtype": "float32", "num_resamples": 20, "strategies": []}
     tests = [TestSet("id", "word_problems", split="test_id", limit=4)]
-    results = run_evaluate(
-        before=tiny_model, adapter=adapter, output_dir=str(tmp_path / "out"), tests=tests, **nested(**options)
-    )
+    both = {"before": tiny_model, "output_dir": str(tmp_path / "out"), "tests": tests, **nested(**options)}
+    results = run_evaluate(adapter=adapter, **both)
     printed = capsys.readouterr().out
     assert "The same responses, scored by both" in printed
     assert printed.count("Sampling id from") == 1
@@ -131,9 +124,7 @@ def test_evaluate_scores_again(tiny_model: str, adapter: str, tmp_path: Path, ca
         model=tiny_model, adapter=adapter, output_dir=str(tmp_path / "alone"), tests=tests, **nested(**options)
     )
     assert alone["own.id.mean_confidence.model"] == pytest.approx(results["own.id.mean_confidence.after"], abs=1e-6)
-    assert run_evaluate(
-        before=tiny_model, adapter=adapter, output_dir=str(tmp_path / "out"), tests=tests, **nested(**options)
-    )
+    assert run_evaluate(adapter=adapter, **both)
     assert "(16 had it before)" in capsys.readouterr().err
     with pytest.raises(ValueError, match="`before` alone or with one of `after` and `adapter`"):
         run_evaluate(before=tiny_model, after=tiny_model, adapter=adapter, tests=tests)
@@ -217,9 +208,7 @@ def test_predict_takes_an_exported_adapter(
         assert message in capsys.readouterr().err
 
 
-def test_predict_states_what_the_engine_does_in_every_layout(
-    module: SelfCalibrationModule, tiny_model: str, base_store: Path, own_store: Path
-) -> None:
+def test_predicted_values(module: SelfCalibrationModule, tiny_model: str, base_store: Path, own_store: Path) -> None:
     for packing in ("shared_prefix", "off"):
         data = data_module(tiny_model, base_store, packing=packing, train=None)
         trainer_with(ConfidenceWriter(f"by_{packing}")).predict(module, datamodule=data, return_predictions=False)

@@ -9,21 +9,19 @@ def keys(metric: str, before: float, after: float, low: float, high: float) -> d
     return ends | {f"{own}.change.low": low, f"{own}.change.high": high}
 
 
+UNCLEAR = [f"no clear change of {what}" for what in ("calibration", "ranking", "weighted")]
+
+
 @pytest.mark.parametrize(
     ("ece", "auroc", "votes", "expected"),
     [
         ((-0.2, -0.1), (0.01, 0.3), (0.01, 0.1), ["better calibration", "better ranking", "better weighted"]),
         ((0.1, 0.2), (-0.3, -0.1), (-0.2, -0.1), ["worse calibration", "worse ranking", "worse weighted votes of 4"]),
-        (
-            (-0.1, 0.1),
-            (-0.1, 0.1),
-            (0.0, 0.1),
-            ["no clear change of calibration", "no clear change of ranking", "no clear change of weighted"],
-        ),
+        ((-0.1, 0.1), (-0.1, 0.1), (0.0, 0.1), UNCLEAR),
     ],
 )
-def test_a_change_is_named_where_its_interval_leaves_out_zero(
-    ece: tuple[float, float], auroc: tuple[float, float], votes: tuple[float, float], expected: list[str]
+def test_a_change_is_named_where_its_interval_has_no_zero(
+    ece: tuple, auroc: tuple, votes: tuple, expected: list
 ) -> None:
     results = keys("ece", 0.3, 0.2, *ece) | keys("auroc", 0.6, 0.85, *auroc) | {"own.t.num_questions.before": 200}
     results |= keys("weighted_votes_4", 0.5, 0.55, *votes) | keys("weighted_votes_2", 0.5, 0.5, 0, 0)

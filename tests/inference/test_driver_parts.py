@@ -165,10 +165,7 @@ def test_live_sources_continue_a_prefix() -> None:
     engine = FakeEngine()
     given: dict[str, tuple[Sample, ...]] = {}
     verdicts = run_strategy(
-        Branching(),
-        questions,
-        live(engine),
-        on_verdict=lambda v, samples: given.update({v.question_id: tuple(samples)}),
+        Branching(), questions, live(engine), on_verdict=lambda v, s: given.update({v.question_id: tuple(s)})
     )
     asked = {request.id: request for request in engine.requests}
     for verdict in verdicts:
@@ -212,12 +209,7 @@ def test_samples_end_with_a_step_where_that_is_asked() -> None:
 
     questions = fake_questions(4)
     given: list[Sample] = []
-    run_strategy(
-        Stepping(),
-        questions,
-        live(FakeEngine(), stops=FullStops()),
-        on_verdict=lambda _, samples: given.extend(samples),
-    )
+    run_strategy(Stepping(), questions, live(FakeEngine(), stops=FullStops()), on_verdict=lambda _, s: given.extend(s))
     steps = [sample for sample in given if sample.finish == "step"]
     assert steps
     assert all(sample.text.endswith(".") and sample.answer is None for sample in steps), "a part answers nothing"

@@ -45,15 +45,8 @@ CERTIFIED = 0.25
 class Case:
     """A call of `selfcal fit-threshold` that is repeated on NUM_DRAWS pools.
 
-    Attributes:
-        strategy: Name of the strategy.
-        risk: Bound on the error rate.
-        widths: Responses of the questions of a pool, in turn.
-        delta: Chance that the bound does not hold.
-        questions: Calibration questions of a pool, both halves.
-        settings: Further fields of the strategy.
-        options: Further options of the call.
-        scaled: Whether the strategy reads a scaled P(True), fitted on another population.
+    Its questions have ``widths`` responses in turn, and ``questions`` counts both halves; a strategy that is ``scaled``
+    reads a P(True) that was scaled on another population.
     """
 
     strategy: str

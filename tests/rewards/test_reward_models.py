@@ -1,6 +1,5 @@
 import json
 import logging
-from collections.abc import Callable
 from copy import copy
 from dataclasses import replace
 from functools import partial
@@ -222,9 +221,7 @@ NO_SYSTEM = "{{ raise_exception('no system turn') }}"
         ("reasoneval", {}, lambda folder: _tokenizer(folder, "<one>"), "has 629 tokens, but the model 628 embeddings"),
     ],
 )
-def test_a_damaged_model_is_refused(
-    name: str, made: Any, damage: Callable[[Path], None] | None, message: str, tiny_model: str, tmp_path: Path
-) -> None:
+def test_damaged_models(name: str, made: Any, damage: Any, message: str, tiny_model: str, tmp_path: Path) -> None:
     folder = stand_in(tiny_model, tmp_path / "m", reward_format(name), **made)
     if damage is not None:
         damage(Path(folder))

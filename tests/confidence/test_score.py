@@ -79,8 +79,10 @@ def test_what_the_rows_bring_is_not_scored_again(store: Path, monkeypatch: pytes
 
 
 def test_only_rows_without_the_column_are_scored(sampled: Path, tmp_path: Path) -> None:
-    unasked = lambda s: replace(s, yes_mass=None, no_mass=None) if s.index == 1 else s  # noqa: E731
-    partial = rewrite(sampled, tmp_path / "partial", unasked)
+    def without_masses(sample: Any) -> Any:
+        return replace(sample, yes_mass=None, no_mass=None) if sample.index == 1 else sample
+
+    partial = rewrite(sampled, tmp_path / "partial", without_masses)
     (report,) = run_score("p_true", str(partial), model="bundled")
     assert (report.reused, report.scored, report.unknown) == (TOTAL - NUM_QUESTIONS, NUM_QUESTIONS, 0)
     found = [

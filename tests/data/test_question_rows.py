@@ -71,7 +71,7 @@ def test_fields_and_lines_of_others_are_left_alone(tmp_path: Path, caplog: pytes
     assert len(asked(file)) == 3
     assert caplog.text.count("level, topic") == 1
     rows = [{"question": "a", "task": "local_text"}, {"question": "b", "task": "local_number"}]
-    file = write_lines(tmp_path / "q.jsonl", *rows)
+    file = write_lines(tmp_path / "mixed.jsonl", *rows)
     assert [question.text for question in loaded(file)] == ["b"]
     with pytest.raises(ValueError, match="all are of local_text, local_number"):
         load_some("local_choice", "train", path=str(file))

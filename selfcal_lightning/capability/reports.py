@@ -176,10 +176,17 @@ class CapabilityReport:
     def parts(self) -> list[ReportTable | str]:
         """Return the tables that have rows, and what is said below them."""
         parts: list[ReportTable | str] = [
-            comparison_table(self.comparison), what_to_know(self.comparison), decomposition_table(self.decomposition),
-            gap_note(self.definition_gap), curve_table(self.pass_at_k), budget_table(self.budgets), BUDGET_NOTE,
-            mixing_table(self.mixing), abstention_table(self.abstention), ABSTENTION_NOTE,
-        ]  # fmt: skip
+            comparison_table(self.comparison),
+            what_to_know(self.comparison),
+            decomposition_table(self.decomposition),
+            gap_note(self.definition_gap),
+            curve_table(self.pass_at_k),
+            budget_table(self.budgets),
+            BUDGET_NOTE,
+            mixing_table(self.mixing),
+            abstention_table(self.abstention),
+            ABSTENTION_NOTE,
+        ]
         return [part for part in parts if isinstance(part, str) or part.rows]
 
     def as_markdown(self) -> str:

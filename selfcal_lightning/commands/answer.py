@@ -210,12 +210,15 @@ def answer_questions(
             bar.update(1, unreadable=verdict.answer is None)
             best = answering.best_response(verdict, samples, chosen.confidence)
             early[verdict.question_id] = answering.Answer(
-                questions[verdict.question_id], verdict, chosen.max_samples,
-                response=None if best is None else best.text, withheld_by=_reason_to_withhold(fitted, verdict),
+                questions[verdict.question_id],
+                verdict,
+                chosen.max_samples,
+                response=None if best is None else best.text,
+                withheld_by=_reason_to_withhold(fitted, verdict),
                 finish=None if best is None else best.finish,
                 samples_cut=sum(sample.finish == "length" for sample in samples[: verdict.samples_used]),
                 calibrated_in_domain=in_domain.get(verdict.question_id),
-            )  # fmt: skip
+            )
             while left and left[-1] in early:
                 answers.append(early.pop(left.pop()))
                 on_answer(answers[-1])

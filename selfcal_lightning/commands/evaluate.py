@@ -142,10 +142,15 @@ def run_evaluate(
         raise InputError(f"Expected one of `confidences` for the published protocol, but got {confidences}.")
     if protocol == "paper" or strategies == []:
         unread: dict[str, object] = {
-            "scorers": scorers, "fitted_thresholds": fitted_thresholds, "max_samples": max_samples, "budgets": budgets,
-            "targets": targets, "thresholds": thresholds, "training_cost": training_cost,
+            "scorers": scorers,
+            "fitted_thresholds": fitted_thresholds,
+            "max_samples": max_samples,
+            "budgets": budgets,
+            "targets": targets,
+            "thresholds": thresholds,
+            "training_cost": training_cost,
             "fusion_target": fusion_target != "label",
-        }  # fmt: skip
+        }
         if protocol == "paper":
             unread |= {"strategies": strategies, "calibration": calibration, "calibration_pools": calibration_pools}
             unread |= {"calibration_share": calibration_share, "num_reshuffles": num_reshuffles != NUM_RESHUFFLES}
@@ -175,9 +180,18 @@ def run_evaluate(
         prompt, sampling = taught.prompt_for(prompt), taught.sampling_for(sampling)
         arguments |= {"prompt": prompt, "sampling": sampling}
         sampled = inputs.ModelInputs(
-            inputs.model_sides(before, after, model, adapter), tests or [], calibration, folder, num_samples, engine,
-            sampling, prompt, query, devices, seed,
-        )  # fmt: skip
+            inputs.model_sides(before, after, model, adapter),
+            tests or [],
+            calibration,
+            folder,
+            num_samples,
+            engine,
+            sampling,
+            prompt,
+            query,
+            devices,
+            seed,
+        )
         _check_sampled(sampled, settings, given, list(chosen.values()))
         plans = inputs.plan_models(sampled)
     plan = merge_plans([*plans, Plan(places=(Place("tables, figures and results.json", str(folder)),))])

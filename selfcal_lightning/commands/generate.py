@@ -48,10 +48,15 @@ def run_generate(
         settings: Fields of ``GenerationSettings``.
     """
     run = GenerationSettings(
-        model=resolve_model(model), store_dir=store_dir, task=[task] if isinstance(task, str) else list(task),
-        split=split, store_split=store_split or split, engine=engine.of(revision=revision, adapter=adapter),
-        rollouts=None, **settings,
-    )  # fmt: skip
+        model=resolve_model(model),
+        store_dir=store_dir,
+        task=[task] if isinstance(task, str) else list(task),
+        split=split,
+        store_split=store_split or split,
+        engine=engine.of(revision=revision, adapter=adapter),
+        rollouts=None,
+        **settings,
+    )
     if check:
         check_run(run, devices=devices, shard=shard)
         sys.stdout.write(f"selfcal generate: checked; nothing is sampled or written. The plan:\n{plan_run(run)}\n")

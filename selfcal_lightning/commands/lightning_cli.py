@@ -173,10 +173,17 @@ class SelfCalibrationCLI(LightningCLI):
         self._linked = links_of(arguments)
         self._verb = arguments[0]
         super().__init__(
-            LightningModule, LightningDataModule, subclass_mode_model=True, subclass_mode_data=True,
-            auto_configure_optimizers=False, save_config_callback=ConfigKeeper, save_config_kwargs={"overwrite": True},
-            parser_kwargs={"prog": "selfcal"}, parser_class=parser_class, args=list(arguments),
-        )  # fmt: skip
+            LightningModule,
+            LightningDataModule,
+            subclass_mode_model=True,
+            subclass_mode_data=True,
+            auto_configure_optimizers=False,
+            save_config_callback=ConfigKeeper,
+            save_config_kwargs={"overwrite": True},
+            parser_kwargs={"prog": "selfcal"},
+            parser_class=parser_class,
+            args=list(arguments),
+        )
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
         """Parse, without Lightning's warning that the arguments are not ``sys.argv``."""

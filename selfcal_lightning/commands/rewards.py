@@ -99,13 +99,23 @@ def run_rollout(
     check_source(source)
     policy = SampleStore(samples_dir).round_manifest().fingerprint
     settings = GenerationSettings(
-        model=_policy_of(policy, model, revision=revision), store_dir=store_dir, task=[], split=split, limit=limit,
-        store_split=split, prompt=stated_prompt(policy.prompt.further), num_samples=num_rollouts,
+        model=_policy_of(policy, model, revision=revision),
+        store_dir=store_dir,
+        task=[],
+        split=split,
+        limit=limit,
+        store_split=split,
+        prompt=stated_prompt(policy.prompt.further),
+        num_samples=num_rollouts,
         engine=engine.of(revision=revision or policy.model.revision, adapter=adapter),
-        sampling=sampling or policy.sampling or SamplingSettings(), seed=seed,
-        query=policy.prompt.query or DEFAULT_QUERY, questions_per_shard=questions_per_shard, max_failures=max_failures,
-        extend=extend, rollouts=source,
-    )  # fmt: skip
+        sampling=sampling or policy.sampling or SamplingSettings(),
+        seed=seed,
+        query=policy.prompt.query or DEFAULT_QUERY,
+        questions_per_shard=questions_per_shard,
+        max_failures=max_failures,
+        extend=extend,
+        rollouts=source,
+    )
     if export is not None and export_trl is not None and Path(export).resolve() == Path(export_trl).resolve():
         raise InputError(f"`export` and `export_trl` must be different files, got {export!r} twice.")
     for option, path, keys, kind in (

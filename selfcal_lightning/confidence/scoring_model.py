@@ -168,10 +168,13 @@ class ScoringModel:
         options = replace(self.settings.engine, revision=self.revision)
         if options.name == "transformers":  # one model in memory for this and for statistics of tokens
             opened: Engine = serve_model(
-                options, self._network, chat=self.chat, source=self.source,
+                options,
+                self._network,
+                chat=self.chat,
+                source=self.source,
                 adapter_sha256=self.identity.get(ACTIVATED) or self.identity["adapter_sha256"],
                 query_ids=None if options.adapter is None else folders.read_invocation_ids(options.adapter),
-            )  # fmt: skip
+            )
         else:
             opened = open_engine(options, self.source, chat=self.chat)
         self._engine = opened

@@ -26,9 +26,14 @@ def query_settings(query: ConfidenceQuery, query_ids: Sequence[int]) -> dict[str
 
 
 def try_adapter(
-    ask: Callable[[ProbeGroups], Sequence[Table]], query_ids: Sequence[int], *, vocabulary: int, longest: int,
-    exact: bool, engine: str,
-) -> tuple[Prompts, Table]:  # fmt: skip
+    ask: Callable[[ProbeGroups], Sequence[Table]],
+    query_ids: Sequence[int],
+    *,
+    vocabulary: int,
+    longest: int,
+    exact: bool,
+    engine: str,
+) -> tuple[Prompts, Table]:
     """Compare an activated adapter with its base model by what ``ask`` answers about prompts, without and with a query.
 
     Adapter and base model are asked together, over a cache that the base model has filled. Returns the prompts, and

@@ -177,11 +177,17 @@ def budget_rows(resampled: Sequence[Resampled], budgets: Sequence[int]) -> list[
             if setting is None:
                 continue
             accuracy = row.accuracy[setting]
-            rows.append(BudgetRow(
-                row.contender, budget, row.grid[setting], accuracy=estimate_of(accuracy), **row.costs(setting),
-                change=estimate_of(accuracy - reference.accuracy[reference.grid.index(budget)]),
-                change_to_full=estimate_of(accuracy - full),
-            ))  # fmt: skip
+            rows.append(
+                BudgetRow(
+                    row.contender,
+                    budget,
+                    row.grid[setting],
+                    accuracy=estimate_of(accuracy),
+                    **row.costs(setting),
+                    change=estimate_of(accuracy - reference.accuracy[reference.grid.index(budget)]),
+                    change_to_full=estimate_of(accuracy - full),
+                )
+            )
     return rows
 
 
@@ -202,12 +208,19 @@ def saving_rows(resampled: Sequence[Resampled], targets: Sequence[int]) -> list[
                 found = all_tokens[position]
                 tokens = estimate_or_never(found, never=np.inf)
                 saved_tokens = estimate_or_never(reference.tokens[at] - found, never=-np.inf)
-            rows.append(SavingRow(
-                row.contender, target, float(wanted[position, 0]), samples=estimate_or_never(samples, never=np.inf),
-                tokens=tokens, saving=estimate_or_never(1.0 - samples / target, never=-np.inf),
-                saved_tokens=saved_tokens, rank=_saved(row, reference, at),
-                chosen=_chosen(row, reference, target),
-            ))  # fmt: skip
+            rows.append(
+                SavingRow(
+                    row.contender,
+                    target,
+                    float(wanted[position, 0]),
+                    samples=estimate_or_never(samples, never=np.inf),
+                    tokens=tokens,
+                    saving=estimate_or_never(1.0 - samples / target, never=-np.inf),
+                    saved_tokens=saved_tokens,
+                    rank=_saved(row, reference, at),
+                    chosen=_chosen(row, reference, target),
+                )
+            )
     return rows
 
 
@@ -233,9 +246,11 @@ def _chosen(row: Resampled, reference: Resampled, target: int) -> ChosenSetting 
     if setting is None:
         return None
     return ChosenSetting(
-        row.grid[setting], change=estimate_of(row.accuracy[setting] - reference.accuracy[reference.grid.index(target)]),
-        **row.costs(setting), saving=estimate_of(1.0 - row.samples[setting] / target),
-    )  # fmt: skip
+        row.grid[setting],
+        change=estimate_of(row.accuracy[setting] - reference.accuracy[reference.grid.index(target)]),
+        **row.costs(setting),
+        saving=estimate_of(1.0 - row.samples[setting] / target),
+    )
 
 
 def _saved(row: Resampled, reference: Resampled, at: int) -> float | None:
@@ -258,11 +273,17 @@ def consensus_rows(side: str, weighed: WeighedPool) -> list[ConsensusRow]:
         shares = [share for share, _ in verdicts]
         correct = [right for _, right in verdicts]
         above = [right for share, right in verdicts if share > NEAR_UNANIMOUS]
-        rows.append(ConsensusRow(
-            side, name, NEAR_UNANIMOUS, share=curves.wilson_interval(len(above), len(verdicts)),
-            correct=curves.wilson_interval(sum(above), len(above)), aurc=aurc(shares, correct),
-            curve=curves.risk_coverage(shares, correct),
-        ))  # fmt: skip
+        rows.append(
+            ConsensusRow(
+                side,
+                name,
+                NEAR_UNANIMOUS,
+                share=curves.wilson_interval(len(above), len(verdicts)),
+                correct=curves.wilson_interval(sum(above), len(above)),
+                aurc=aurc(shares, correct),
+                curve=curves.risk_coverage(shares, correct),
+            )
+        )
     return rows
 
 

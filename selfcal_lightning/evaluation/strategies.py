@@ -142,10 +142,13 @@ class SideStrategies:
         settings, source = self._settings, self.calibrated.second_half or weighed
         with Stage(f"Tuning strategies for {name}, {self.side}"):
             jobs = curves.make_jobs(
-                self._labels, weighed.confidences, width=width, thresholds=settings.thresholds,
+                self._labels,
+                weighed.confidences,
+                width=width,
+                thresholds=settings.thresholds,
                 tuned=self._tuned_at(width),
                 values={name: confidence_quantiles(source.pool.entries, name) for name in source.confidences},
-            )  # fmt: skip
+            )
             if statistics.REFERENCE not in settings.strategies:  # nobody asked for votes by what cannot weigh them
                 both = (set(statistics.weighing_confidences(one)) for one in (weighed, source))
                 can_weigh = {None, *set.intersection(*both)}
@@ -153,9 +156,13 @@ class SideStrategies:
                     job for job in jobs if job.label != statistics.REFERENCE or job.strategy.confidence in can_weigh
                 ]
             reshuffles = curves.Reshuffles(
-                weighed.pool, [None, *weighed.confidences], width=width, num_reshuffles=settings.num_reshuffles,
-                seed=settings.seed, query_tokens=weighed.query_tokens,
-            )  # fmt: skip
+                weighed.pool,
+                [None, *weighed.confidences],
+                width=width,
+                num_reshuffles=settings.num_reshuffles,
+                seed=settings.seed,
+                query_tokens=weighed.query_tokens,
+            )
         total = len(jobs) * reshuffles.orders.num_orders
         with Progress(total, label=f"Strategies on {name}, {self.side}", unit="orders of a strategy") as progress:
             return curves.evaluate_jobs(reshuffles, jobs, progress=progress.update)
@@ -215,9 +222,11 @@ def run_strategies(
     calibration = {side: rows for side, rows in found.items() if rows is not None}
     with Stage(f"Resampling the questions of {test.name}"):
         return statistics.resample_curves(
-            ran, calibration if len(calibration) == len(ran) else None, num_resamples=settings.num_resamples,
+            ran,
+            calibration if len(calibration) == len(ran) else None,
+            num_resamples=settings.num_resamples,
             seed=settings.seed,
-        )  # fmt: skip
+        )
 
 
 def report_on(

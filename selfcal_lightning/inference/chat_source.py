@@ -212,9 +212,12 @@ class ChatSource:
         value, name = NUMBERS.parse(stated.text), asked.question.id
         self.prompt_tokens[name] = self.prompt_tokens.get(name, 0) + found.prompt_tokens + stated.prompt_tokens
         return RecordedResponse(
-            found.text, finish="length" if found.finish == "length" else "stop", logprob=found.logprob,
-            confidences={} if value is None else {VERBALIZED: value}, num_tokens=found.tokens,
-        )  # fmt: skip
+            found.text,
+            finish="length" if found.finish == "length" else "stop",
+            logprob=found.logprob,
+            confidences={} if value is None else {VERBALIZED: value},
+            num_tokens=found.tokens,
+        )
 
 
 def without_surrogates(text: str) -> str:

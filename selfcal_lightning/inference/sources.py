@@ -203,11 +203,14 @@ class EngineSource:
         if only is not None:
             sampling = replace(sampling, max_new_tokens=len(prefix) + only)
         self._queue[name] = records.Request(
-            id=name, prompt_ids=asked.draws.prompt_ids, sampling=sampling,
+            id=name,
+            prompt_ids=asked.draws.prompt_ids,
+            sampling=sampling,
             seed=records.sample_seed(asked.draws.seed, 0, asked.draws.key, index),
-            query=self._chat.query if self.query_tokens else None, prefix_ids=prefix,
+            query=self._chat.query if self.query_tokens else None,
+            prefix_ids=prefix,
             step_ids=self._stops.tokens if to_step_end and self._stops is not None and only is None else (),
-        )  # fmt: skip
+        )
 
     def poll(self) -> list[Sample]:
         if self._queue:

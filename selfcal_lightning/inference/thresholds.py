@@ -419,10 +419,16 @@ def _fitted(
     strategy: Strategy, calibration: CalibrationPool, target: TargetKind, value: float, **chosen: Any
 ) -> FittedThreshold:
     return FittedThreshold(
-        name=f"{strategy.name}_{target}_{value:g}", strategy=strategy.name, fields=fields_of(strategy), target=target,
-        value=float(value), num_samples=min(len(entry.samples) for entry in calibration.entries),
-        scorers=scorer_digests(strategy.confidence, calibration.scorers), fitted_on=calibration.fitted_on, **chosen,
-    )  # fmt: skip
+        name=f"{strategy.name}_{target}_{value:g}",
+        strategy=strategy.name,
+        fields=fields_of(strategy),
+        target=target,
+        value=float(value),
+        num_samples=min(len(entry.samples) for entry in calibration.entries),
+        scorers=scorer_digests(strategy.confidence, calibration.scorers),
+        fitted_on=calibration.fitted_on,
+        **chosen,
+    )
 
 
 def fit_risk_threshold(
@@ -443,9 +449,11 @@ def fit_risk_threshold(
     confidence, wrong, samples = _verdicts(strategy, calibration.entries)
     if guide is not None:
         check_disjoint(
-            (entry.question for entry in calibration.entries), (entry.question for entry in guide),
-            names=("`pool`", "`guide`"), way_out="Otherwise the guide would select for luck.",
-        )  # fmt: skip
+            (entry.question for entry in calibration.entries),
+            (entry.question for entry in guide),
+            names=("`pool`", "`guide`"),
+            way_out="Otherwise the guide would select for luck.",
+        )
         seen, lost, _ = _verdicts(strategy, ready_entries(strategy, guide, scorers))
         thresholds = guided_grid(seen, lost, num_questions=len(pool), risk=risk)
     else:
@@ -467,9 +475,16 @@ def fit_risk_threshold(
         "mean_samples": float(samples.mean()),
     }
     return _fitted(
-        strategy, calibration, "risk", risk, parameter=None, threshold=certificate.threshold, delta=delta,
-        achieved=achieved, message=certificate.message,
-    )  # fmt: skip
+        strategy,
+        calibration,
+        "risk",
+        risk,
+        parameter=None,
+        threshold=certificate.threshold,
+        delta=delta,
+        achieved=achieved,
+        message=certificate.message,
+    )
 
 
 def _verdicts(strategy: Strategy, entries: Sequence[QuestionSamples]) -> tuple[Floats, Floats, Floats]:

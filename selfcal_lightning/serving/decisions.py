@@ -12,10 +12,13 @@ from selfcal_lightning.serving.bodies import Refused, Strict
 # How the model is told to reply, and with what; `criteria` of each type in words.
 TYPES: dict[str, tuple[str, Sequence[str], str]] = {
     "noul": ("Answer with yes or no only.", ("yes", "no"), "to be null or to describe `true` and `false`"),
-    "choice": ("Answer with the letter of one option only.", string.ascii_uppercase,
-               "to map 1 to 26 names of options to a description or null"),
+    "choice": (
+        "Answer with the letter of one option only.",
+        string.ascii_uppercase,
+        "to map 1 to 26 names of options to a description or null",
+    ),
     "score": ("Answer with the number of one level only.", string.digits, "to be a list of 2 to 10 levels"),
-}  # fmt: skip
+}
 Options = list[tuple[str, str, Any]]  # the label that the model replies with, the name, and the description
 
 

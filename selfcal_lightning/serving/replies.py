@@ -183,17 +183,31 @@ def make_reply(
         for one, value in zip(used, values, strict=True)
     ]
     finish_reason = "tool_calls" if "tool_calls" in message else "length" if is_cut else "stop"
-    return Reply(job, best, message, finish_reason, _usage(job, outcome), {
-        "confidence": stated, "raw_confidence": raw, "source": source, "cocoa": agreed,
-        "calibrated": described is not None, "calibration": described,
-        "answer": answer if shown else None, "chosen_by": chosen_by,
-        "candidates": _candidates(used, values) if shown else [],
-        "samples_used": verdict.samples_used,
-        "samples_cancelled": max(verdict.samples_generated - verdict.samples_used, 0),
-        "samples_failed": outcome.failed, "stop_reason": outcome.stop_reason,
-        "guarantee": guarantee, "abstained": not shown,
-        **({"samples": drawn} if options.return_ == "all" and shown else {}),
-    })  # fmt: skip
+    return Reply(
+        job,
+        best,
+        message,
+        finish_reason,
+        _usage(job, outcome),
+        {
+            "confidence": stated,
+            "raw_confidence": raw,
+            "source": source,
+            "cocoa": agreed,
+            "calibrated": described is not None,
+            "calibration": described,
+            "answer": answer if shown else None,
+            "chosen_by": chosen_by,
+            "candidates": _candidates(used, values) if shown else [],
+            "samples_used": verdict.samples_used,
+            "samples_cancelled": max(verdict.samples_generated - verdict.samples_used, 0),
+            "samples_failed": outcome.failed,
+            "stop_reason": outcome.stop_reason,
+            "guarantee": guarantee,
+            "abstained": not shown,
+            **({"samples": drawn} if options.return_ == "all" and shown else {}),
+        },
+    )
 
 
 def _usage(job: Job, outcome: Outcome) -> dict[str, int] | None:

@@ -218,12 +218,16 @@ class OpenAIEngine:
         known = self._identity
         weights, adapter, dtype = known["weights"], known["adapter"], known["dtype"]
         return {
-            "engine": "openai", "engine_version": self._facts.version, "server": self.base_url,
-            "served_model": self._facts.served_model, "dtype": None if dtype == "auto" else dtype,
-            "model": self.model, "revision": known["revision"],
+            "engine": "openai",
+            "engine_version": self._facts.version,
+            "server": self.base_url,
+            "served_model": self._facts.served_model,
+            "dtype": None if dtype == "auto" else dtype,
+            "model": self.model,
+            "revision": known["revision"],
             "weights_sha256": None if weights is None else weights_sha256(weights, revision=known["revision"]),
             **adapter_identity(adapter),
-        }  # fmt: skip
+        }
 
     def close(self) -> None:
         self._closed = True

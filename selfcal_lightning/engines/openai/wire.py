@@ -76,21 +76,33 @@ def check_sampling(sampling: SamplingSettings, *, server_edt: bool) -> None:
 def sample_body(request: Request, *, max_tokens: int, stop_token_ids: Sequence[int], interval: int) -> dict[str, Any]:
     sampling, edt = request.sampling, edt_parameters(request.sampling)
     body: dict[str, Any] = {
-        "prompt": list(map(int, request.context_ids)), "max_tokens": max_tokens,
-        "temperature": sampling.temperature if edt is None else 1.0, "top_p": sampling.top_p,
-        "seed": stream_seed(request) % 2**63, "stream": True, "stream_interval": interval,
+        "prompt": list(map(int, request.context_ids)),
+        "max_tokens": max_tokens,
+        "temperature": sampling.temperature if edt is None else 1.0,
+        "top_p": sampling.top_p,
+        "seed": stream_seed(request) % 2**63,
+        "stream": True,
+        "stream_interval": interval,
         # They name all end-of-turn ids.
-        "stop_token_ids": sorted({*stop_token_ids, *request.step_ids}), "ignore_eos": True, **_NEUTRAL, **_BY_ID,
-    }  # fmt: skip
+        "stop_token_ids": sorted({*stop_token_ids, *request.step_ids}),
+        "ignore_eos": True,
+        **_NEUTRAL,
+        **_BY_ID,
+    }
     return body if edt is None else body | {"vllm_xargs": {EDT_ARG: edt}}
 
 
 def score_body(prompt: Sequence[int], token_ids: Sequence[int]) -> dict[str, Any]:
     """Return the body that asks for the probabilities of at most 128 ``token_ids`` after ``prompt``."""
     return {
-        "prompt": list(map(int, prompt)), "max_tokens": 1, "temperature": 0.0, "ignore_eos": True,
-        "logprob_token_ids": list(dict.fromkeys(map(int, token_ids))), **_NEUTRAL, **_BY_ID,
-    }  # fmt: skip
+        "prompt": list(map(int, prompt)),
+        "max_tokens": 1,
+        "temperature": 0.0,
+        "ignore_eos": True,
+        "logprob_token_ids": list(dict.fromkeys(map(int, token_ids))),
+        **_NEUTRAL,
+        **_BY_ID,
+    }
 
 
 class SampleReader:

@@ -150,10 +150,14 @@ def spread(inner: int, number: int | None) -> list[int]:
 def describe_prefixes(prefixes: Sequence[Prefix], chat: ChatFormat) -> Iterator[dict[str, Any]]:
     for one in prefixes:
         yield {
-            "id": one.question.id, "question_id": one.parent_id, "question": text_of(one.question),
-            "reasoning_prefix": chat.decode(one.prefix_ids), "prefix_ids": list(one.prefix_ids),
-            "steps": one.steps, "of": one.of,
-        }  # fmt: skip
+            "id": one.question.id,
+            "question_id": one.parent_id,
+            "question": text_of(one.question),
+            "reasoning_prefix": chat.decode(one.prefix_ids),
+            "prefix_ids": list(one.prefix_ids),
+            "steps": one.steps,
+            "of": one.of,
+        }
 
 
 def check_source(source: RolloutSource) -> None:

@@ -150,10 +150,18 @@ def sample_share(settings: GenerationSettings, *, shard: tuple[int, int], progre
     engine = open_engine(settings.engine, settings.model, chat=chat)
     try:
         return sampler.generate_samples(
-            questions, settings.store_dir, split=settings.store_split, engine=engine, chat=chat, **settings.of_store,
-            prefixes={one.question.id: one.prefix_ids for one in settings.prefixes}, shard=shard,
-            questions_per_shard=settings.questions_per_shard, max_failures=settings.max_failures, progress=progress,
-        )  # fmt: skip
+            questions,
+            settings.store_dir,
+            split=settings.store_split,
+            engine=engine,
+            chat=chat,
+            **settings.of_store,
+            prefixes={one.question.id: one.prefix_ids for one in settings.prefixes},
+            shard=shard,
+            questions_per_shard=settings.questions_per_shard,
+            max_failures=settings.max_failures,
+            progress=progress,
+        )
     finally:
         engine.close()
 
@@ -318,11 +326,13 @@ def plan_run(settings: GenerationSettings, questions: Sequence[Question] | None 
         known = settings.questions()
     numbers = [count.number for count in counts]
     sampling = plan_sampling(
-        settings.store_dir, None if known is None else {question.id for question in known},
-        num_samples=settings.num_samples, planned=None if settings.planned is None else settings.planned.samples,
+        settings.store_dir,
+        None if known is None else {question.id for question in known},
+        num_samples=settings.num_samples,
+        planned=None if settings.planned is None else settings.planned.samples,
         most_tokens=settings.sampling.max_new_tokens,
         most_questions=None if None in numbers else sum(number or 0 for number in numbers),
-    )  # fmt: skip
+    )
     name = BUNDLED_NAME if settings.model == resolve_model(BUNDLED_NAME) else settings.model
     model = name if settings.engine.adapter is None else f"{name} with the adapter {settings.engine.adapter}"
     speed = None
@@ -331,9 +341,12 @@ def plan_run(settings: GenerationSettings, questions: Sequence[Question] | None 
 
         speed = guess_speed(settings.model, revision=settings.engine.revision)
     return Plan(
-        (f"{model}, engine {settings.engine.name}",), tuple(counts), (sampling,),
-        speed=() if speed is None else (speed,), places=(Place("samples", settings.store_dir),),
-    )  # fmt: skip
+        (f"{model}, engine {settings.engine.name}",),
+        tuple(counts),
+        (sampling,),
+        speed=() if speed is None else (speed,),
+        places=(Place("samples", settings.store_dir),),
+    )
 
 
 def _what_is_kept(store_dir: Path) -> str:
@@ -347,9 +360,14 @@ def _has_all(settings: GenerationSettings, share: list[Question]) -> bool:
     engine = settings.engine
     check_can_draw(engine, settings.sampling)
     return not engine.is_remote and sampler.is_complete(
-        settings.store_dir, {settings.store_split: share}, model=settings.model, revision=engine.revision,
-        adapter=engine.adapter, chat=settings.chat(), **settings.of_store,
-    )  # fmt: skip
+        settings.store_dir,
+        {settings.store_split: share},
+        model=settings.model,
+        revision=engine.revision,
+        adapter=engine.adapter,
+        chat=settings.chat(),
+        **settings.of_store,
+    )
 
 
 def _sample_on_devices(

@@ -81,12 +81,27 @@ class _OpenQuestion:
 
 
 def generate_samples(
-    questions: Sequence[Question], store_dir: str | Path, *, split: str, engine: base.Engine, chat: ChatFormat,
-    sampling: SamplingSettings, seed: int, num_samples: int, plan: SamplePlan | None = None, extend: bool = False,
-    prefixes: Mapping[str, tuple[int, ...]] | None = None, tasks: Callable[[str], Task] = get_task, round: int = 0,
-    shard: tuple[int, int] = (0, 1), questions_per_shard: int = 64, shard_by_shard: bool = False,
-    max_failures: int = base.MAX_FAILURES, progress: bool = True, interrupt: Interrupt = never,
-) -> GenerationReport:  # fmt: skip
+    questions: Sequence[Question],
+    store_dir: str | Path,
+    *,
+    split: str,
+    engine: base.Engine,
+    chat: ChatFormat,
+    sampling: SamplingSettings,
+    seed: int,
+    num_samples: int,
+    plan: SamplePlan | None = None,
+    extend: bool = False,
+    prefixes: Mapping[str, tuple[int, ...]] | None = None,
+    tasks: Callable[[str], Task] = get_task,
+    round: int = 0,
+    shard: tuple[int, int] = (0, 1),
+    questions_per_shard: int = 64,
+    shard_by_shard: bool = False,
+    max_failures: int = base.MAX_FAILURES,
+    progress: bool = True,
+    interrupt: Interrupt = never,
+) -> GenerationReport:
     """Sample what the store lacks of share (i, n) of ``questions``; readers see it after ``SampleStore.join``.
 
     A ``plan`` says how many responses each question gets, instead of ``num_samples``; ``extend`` raises the number that
@@ -234,9 +249,13 @@ class _Sampler:
             name = f"{self.round}/{index}/{question.id}"
             self._in_flight[name] = state, index - first
             yield Request(
-                name, prompt_ids, self.sampling, records.sample_seed(self.seed, self.round, question.id, index),
-                query=None if self.prefixes else self.chat.query, prefix_ids=self.prefixes.get(question.id, ()),
-            )  # fmt: skip
+                name,
+                prompt_ids,
+                self.sampling,
+                records.sample_seed(self.seed, self.round, question.id, index),
+                query=None if self.prefixes else self.chat.query,
+                prefix_ids=self.prefixes.get(question.id, ()),
+            )
 
     def _poll(self) -> list[Response]:
         """Return what finished, and take in the requests that failed."""
@@ -304,9 +323,12 @@ class _Sampler:
         unreadable = sum(sample.answer is None for sample in given)
         cut = [sample for sample in given if sample.finish == "length"]
         self.totals.update(
-            generated=len(given), refused=len(samples) - len(given), truncated=len(cut),
-            cut_read=sum(sample.answer is not None for sample in cut), unreadable=unreadable,
-        )  # fmt: skip
+            generated=len(given),
+            refused=len(samples) - len(given),
+            truncated=len(cut),
+            cut_read=sum(sample.answer is not None for sample in cut),
+            unreadable=unreadable,
+        )
         return unreadable
 
 
@@ -363,20 +385,35 @@ def missing_questions(questions: Sequence[Question], store: SampleStore, *, spli
 
 
 def is_complete(
-    store_dir: str | Path, splits: Mapping[str, Sequence[Question]], *, model: str, revision: str | None,
-    chat: ChatFormat, sampling: SamplingSettings, seed: int, num_samples: int, plan: SamplePlan | None = None,
-    extend: bool = False, adapter: str | None = None, quantization: str | None = None, round: int = 0,
+    store_dir: str | Path,
+    splits: Mapping[str, Sequence[Question]],
+    *,
+    model: str,
+    revision: str | None,
+    chat: ChatFormat,
+    sampling: SamplingSettings,
+    seed: int,
+    num_samples: int,
+    plan: SamplePlan | None = None,
+    extend: bool = False,
+    adapter: str | None = None,
+    quantization: str | None = None,
+    round: int = 0,
     shard: tuple[int, int] = (0, 1),
-) -> bool:  # fmt: skip
+) -> bool:
     """Return whether the store has the share of every split, without a model; refuse settings that are not its own."""
     if not round_file(Path(store_dir), round).exists():
         return False
     head_dtype = SampleStore(store_dir).round_manifest(round).fingerprint.model.head_dtype
     model_folder(model, revision=revision)  # hashing needs the weights on this machine
     identity = records.ModelIdentity(
-        model, revision, weights_sha256=weights_sha256(model, revision=revision), **adapter_identity(adapter),
-        quantization=quantization, head_dtype=head_dtype,
-    )  # fmt: skip
+        model,
+        revision,
+        weights_sha256=weights_sha256(model, revision=revision),
+        **adapter_identity(adapter),
+        quantization=quantization,
+        head_dtype=head_dtype,
+    )
     store = SampleStore.create_or_open(
         store_dir, _fingerprint(identity, chat, sampling, seed, plan), num_samples=None if plan else num_samples,
         engine={}, round=round, splits=tuple(splits), extend=extend,

@@ -232,13 +232,17 @@ class TransformersEngine:
         adapter = self._adapter_sha256
         activated = self._query_ids is not None
         return {
-            "engine": "transformers", "model": self._source, "revision": self._revision,
-            "dtype": str(model.dtype).removeprefix("torch."), "weights_sha256": weights,
+            "engine": "transformers",
+            "model": self._source,
+            "revision": self._revision,
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "weights_sha256": weights,
             # Texts and their log-probabilities are the base model's where the adapter is activated.
             "adapter_sha256": None if activated else adapter,
-            "activated_adapter_sha256": adapter if activated else None, "quantization": self._quantization,
+            "activated_adapter_sha256": adapter if activated else None,
+            "quantization": self._quantization,
             "head_dtype": None if model.head_dtype == model.dtype else str(model.head_dtype).removeprefix("torch."),
-        }  # fmt: skip
+        }
 
     def close(self) -> None:
         self._model = None

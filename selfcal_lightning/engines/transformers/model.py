@@ -104,9 +104,14 @@ class SlotCache(Cache):
 
 
 def grouped_sdpa(
-    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor,
-    scaling: float | None = None, **kwargs: Any,
-) -> tuple[Tensor, None]:  # fmt: skip
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
     """Attend as transformers' "sdpa" does, without repeating keys and values for the query heads that share them.
 
     The heads of a group stand as further queries of their key head, so that the cache is read in place: four times
@@ -156,9 +161,18 @@ class CachedModel:
                 self.network.set_attn_implementation(implementation)
 
     def extend(
-        self, slots: Tensor, starts: Tensor, ids: Tensor, width: int | None = None, *, cache: SlotCache | None = None,
-        leading: bool = False, keep: Tensor | None = None, in_float32: bool = False, awake: bool = False,
-    ) -> Tensor:  # fmt: skip
+        self,
+        slots: Tensor,
+        starts: Tensor,
+        ids: Tensor,
+        width: int | None = None,
+        *,
+        cache: SlotCache | None = None,
+        leading: bool = False,
+        keep: Tensor | None = None,
+        in_float32: bool = False,
+        awake: bool = False,
+    ) -> Tensor:
         """Append ``ids`` [rows, tokens] to ``slots`` [rows] at ``starts`` [rows]; return logits [rows, kept, V].
 
         Rows attend to ``width`` columns; None is as many as the tokens reach (on a GPU this waits for it). ``leading``
@@ -280,9 +294,13 @@ def load_network(model: str, *, revision: str | None, adapter: str | None, dtype
         folders.check_adapter(adapter)
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            model, revision=revision, dtype=getattr(torch, dtype), trust_remote_code=False, use_safetensors=True,
+            model,
+            revision=revision,
+            dtype=getattr(torch, dtype),
+            trust_remote_code=False,
+            use_safetensors=True,
             output_loading_info=True,
-        )  # fmt: skip
+        )
     except (OSError, ValueError, SafetensorError) as error:
         failed = f"Expected `model` to name a causal language model, but {model!r} failed: {error}"
         raise InputError(folders.refusal_of_code(model, error) or failed) from error

@@ -199,9 +199,12 @@ class SlotRows:
         logits = logits.float()
         temperature, edt_scale, edt_theta, top_p = self._settings[:n].unbind(1)
         probabilities = sampling_probabilities(
-            logits, temperature=temperature, edt_scale=edt_scale if self._any_edt else None, edt_theta=edt_theta,
+            logits,
+            temperature=temperature,
+            edt_scale=edt_scale if self._any_edt else None,
+            edt_theta=edt_theta,
             top_p=top_p if self._any_top_p else 1.0,
-        )  # fmt: skip
+        )
         count = self.count[:n]
         token = draw(probabilities, self._uniforms[:n].gather(1, count[:, None]).squeeze(1))
         running = ~self.done[:n]

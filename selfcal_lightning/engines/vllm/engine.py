@@ -97,12 +97,16 @@ class VLLMEngine:
         self.adapter = None if adapter is None else folders.local_adapter(adapter)
         self._query_ids = None if self.adapter is None else folders.read_invocation_ids(self.adapter)
         self._settings: dict[str, Any] = {
-            "dtype": None if dtype == "auto" else dtype, "max_context": max_context, "max_batch": max_batch,
+            "dtype": None if dtype == "auto" else dtype,
+            "max_context": max_context,
+            "max_batch": max_batch,
             "stop_token_ids": None if stop_token_ids is None else sorted(stop_token_ids),
-            "tensor_parallel_size": tensor_parallel_size, "enforce_eager": enforce_eager,
-            "gpu_memory_utilization": gpu_memory_utilization, "kv_cache_memory_bytes": kv_cache_memory_bytes,
+            "tensor_parallel_size": tensor_parallel_size,
+            "enforce_eager": enforce_eager,
+            "gpu_memory_utilization": gpu_memory_utilization,
+            "kv_cache_memory_bytes": kv_cache_memory_bytes,
             "engine_args": dict(engine_args or {}),
-        }  # fmt: skip
+        }
         self._devices, self._num_threads = devices, num_threads
         self._max_restarts, self._max_attempts = max_restarts, max_attempts
         self._start_timeout, self._stall_timeout = start_timeout, stall_timeout
@@ -199,11 +203,15 @@ class VLLMEngine:
     def describe(self) -> dict[str, Any]:
         self._ensure_started()
         return {
-            "engine": "vllm", "engine_version": self._limits["version"], "dtype": self._limits["dtype"],
-            "head_dtype": self._limits["head_dtype"], "model": self.model, "revision": self.revision,
+            "engine": "vllm",
+            "engine_version": self._limits["version"],
+            "dtype": self._limits["dtype"],
+            "head_dtype": self._limits["head_dtype"],
+            "model": self.model,
+            "revision": self.revision,
             "weights_sha256": folders.weights_sha256(self.model, revision=self.revision),
             **folders.adapter_identity(self.adapter),
-        }  # fmt: skip
+        }
 
     def close(self) -> None:
         self._closed = True
@@ -247,9 +255,12 @@ class VLLMEngine:
             size = folders.weights_bytes(self.model, revision=self.revision)
             timeout = process.START_SECONDS + size / _START_BYTES_A_SECOND
         environment = process.worker_environment(
-            os.environ, on_cpu=is_cpu_build(), devices=self._devices, num_threads=self._num_threads,
+            os.environ,
+            on_cpu=is_cpu_build(),
+            devices=self._devices,
+            num_threads=self._num_threads,
             activated_adapter=None if query is None else self.adapter,
-        )  # fmt: skip
+        )
         self._owner = os.getpid()
         self._totals, self._child = self._totals + self._child, Counter()
         self._totals["starts"] += 1

@@ -97,10 +97,14 @@ class WorkerProcess:
         ours, theirs = socket.socketpair()
         with theirs, self.log_path.open("ab") as log:
             self._process = subprocess.Popen(  # noqa: S603 - our own module under our own interpreter
-                [sys.executable, "-m", module or WORKER_MODULE, str(theirs.fileno())], pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=dict(environment),
+                [sys.executable, "-m", module or WORKER_MODULE, str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=dict(environment),
                 start_new_session=True,
-            )  # fmt: skip
+            )
         self.pid = self._process.pid
         self.channel = Channel(ours, send_timeout=send_timeout)
 
@@ -149,9 +153,13 @@ def way_out(report: str) -> str:
 
 
 def worker_environment(
-    parent: Mapping[str, str], *, on_cpu: bool, devices: Sequence[int] | None = None, num_threads: int | None = None,
+    parent: Mapping[str, str],
+    *,
+    on_cpu: bool,
+    devices: Sequence[int] | None = None,
+    num_threads: int | None = None,
     activated_adapter: str | None = None,
-) -> dict[str, str]:  # fmt: skip
+) -> dict[str, str]:
     """Return the child's environment: the parent's without the launcher's variables, and bound to its GPUs."""
     environment = {
         name: value

@@ -56,9 +56,15 @@ class MaskedProducts(PunicaWrapperCPU):
         self.indices_len[:] = [tokens, sampled, sampled, tokens]
 
     def add_lora_linear(
-        self, y: Tensor, x: Tensor, lora_a_stacked: tuple[Tensor, ...], lora_b_stacked: tuple[Tensor, ...],
-        scale: float, output_slices: tuple[int, ...], **settings: Any,
-    ) -> None:  # fmt: skip
+        self,
+        y: Tensor,
+        x: Tensor,
+        lora_a_stacked: tuple[Tensor, ...],
+        lora_b_stacked: tuple[Tensor, ...],
+        scale: float,
+        output_slices: tuple[int, ...],
+        **settings: Any,
+    ) -> None:
         """Add ``x A^T B^T * scale`` of its adapter to ``y`` for every token that has one."""
         outputs, inputs, start = y.view(-1, y.shape[-1]), x.view(-1, x.shape[-1]), 0
         for a, b, width in zip(lora_a_stacked, lora_b_stacked, output_slices, strict=True):

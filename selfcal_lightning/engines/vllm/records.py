@@ -96,13 +96,20 @@ def wire_messages(flights: Iterable[tuple[int, Flight]], room: Callable[[Request
             scores.append({"id": number, **asked})
         else:
             request, query = flight.request, flight.request.query
-            samples.append({
-                "id": number, "prompt": prompts.setdefault(flight.prompt, len(prompts)),
-                "temperature": request.sampling.temperature, "edt": edt_parameters(request.sampling),
-                "top_p": request.sampling.top_p, "max_tokens": room(request), "seed": request.seed % 2**63,
-                "stream_seed": stream_seed(request) % 2**63, "step_ids": list(map(int, request.step_ids)),
-                "query": query and {"suffix": query.suffix_ids, "yes": query.yes_ids, "no": query.no_ids},
-            })  # fmt: skip
+            samples.append(
+                {
+                    "id": number,
+                    "prompt": prompts.setdefault(flight.prompt, len(prompts)),
+                    "temperature": request.sampling.temperature,
+                    "edt": edt_parameters(request.sampling),
+                    "top_p": request.sampling.top_p,
+                    "max_tokens": room(request),
+                    "seed": request.seed % 2**63,
+                    "stream_seed": stream_seed(request) % 2**63,
+                    "step_ids": list(map(int, request.step_ids)),
+                    "query": query and {"suffix": query.suffix_ids, "yes": query.yes_ids, "no": query.no_ids},
+                }
+            )
     if scores:
         yield {"op": "score", "requests": scores}
     if samples:

@@ -70,11 +70,16 @@ def _serve(channel: Channel) -> None:
 
     on_cpu = current_platform.is_cpu()
     arguments: dict[str, Any] = {
-        "model": settings["model"], "runner": "pooling", "skip_tokenizer_init": True, "enforce_eager": on_cpu,
+        "model": settings["model"],
+        "runner": "pooling",
+        "skip_tokenizer_init": True,
+        "enforce_eager": on_cpu,
         "dtype": "float32" if on_cpu and settings["dtype"] == "auto" else settings["dtype"],
         # A prompt whose prefix is cached would give outputs of its rest alone.
-        "enable_prefix_caching": False, "hf_overrides": {"head_dtype": "float32"}, "disable_log_stats": True,
-    }  # fmt: skip
+        "enable_prefix_caching": False,
+        "hf_overrides": {"head_dtype": "float32"},
+        "disable_log_stats": True,
+    }
     if on_cpu:
         arguments |= {"kv_cache_memory_bytes": _CPU_CACHE_BYTES, "block_size": 32}
     llm = LLM(**arguments)

@@ -51,11 +51,18 @@ def sampling_params(spec: dict[str, Any], stop_ids: frozenset[int], *, by_positi
     if 0.0 < temperature < COLDEST_TEMPERATURE and edt is None:
         edt = [temperature, 1.0, 0.0]
     return SamplingParams(
-        temperature=temperature if edt is None else 1.0, extra_args=None if edt is None else {"edt": edt},
-        top_p=spec["top_p"], max_tokens=spec["max_tokens"], seed=spec["seed" if by_position else "stream_seed"],
-        stop_token_ids=sorted(stop_ids.union(spec["step_ids"])), ignore_eos=True,  # all end-of-turn ids are named
-        logprobs=0, flat_logprobs=True, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY,
-    )  # fmt: skip
+        temperature=temperature if edt is None else 1.0,
+        extra_args=None if edt is None else {"edt": edt},
+        top_p=spec["top_p"],
+        max_tokens=spec["max_tokens"],
+        seed=spec["seed" if by_position else "stream_seed"],
+        stop_token_ids=sorted(stop_ids.union(spec["step_ids"])),
+        ignore_eos=True,  # all end-of-turn ids are named
+        logprobs=0,
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
 
 
 def query_params(token_ids: Sequence[int]) -> SamplingParams:
@@ -63,9 +70,13 @@ def query_params(token_ids: Sequence[int]) -> SamplingParams:
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
     return SamplingParams(
-        temperature=0.0, max_tokens=1, ignore_eos=True, logprob_token_ids=list(dict.fromkeys(token_ids)),
-        detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY,
-    )  # fmt: skip
+        temperature=0.0,
+        max_tokens=1,
+        ignore_eos=True,
+        logprob_token_ids=list(dict.fromkeys(token_ids)),
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
 
 
 def probabilities(completion: CompletionOutput, token_ids: Sequence[int]) -> list[float]:
@@ -244,13 +255,20 @@ def _build_engine(settings: dict[str, Any]) -> tuple[LLMEngine, dict[str, Any]]:
 
     on_cpu = current_platform.is_cpu()
     arguments: dict[str, Any] = {
-        "model": settings["model"], "dtype": settings["dtype"] or ("float32" if on_cpu else "auto"),
-        "tensor_parallel_size": settings["tensor_parallel_size"], "max_num_seqs": settings["max_batch"],
+        "model": settings["model"],
+        "dtype": settings["dtype"] or ("float32" if on_cpu else "auto"),
+        "tensor_parallel_size": settings["tensor_parallel_size"],
+        "max_num_seqs": settings["max_batch"],
         "enforce_eager": on_cpu if settings["enforce_eager"] is None else settings["enforce_eager"],
-        "skip_tokenizer_init": True, "generation_config": "vllm", "seed": 0, "enable_prefix_caching": True,
-        "scheduling_policy": "priority", "logprobs_mode": "raw_logprobs", "logits_processors": [EDT_PROCESSOR],
+        "skip_tokenizer_init": True,
+        "generation_config": "vllm",
+        "seed": 0,
+        "enable_prefix_caching": True,
+        "scheduling_policy": "priority",
+        "logprobs_mode": "raw_logprobs",
+        "logits_processors": [EDT_PROCESSOR],
         "disable_log_stats": True,
-    }  # fmt: skip
+    }
     if settings["lora_rank"] is not None:
         # On a CPU some layers take "no adapter" for the last slot: one more stays empty.
         arguments |= {"enable_lora": True, "max_loras": 1 + on_cpu, "max_lora_rank": settings["lora_rank"]}
@@ -281,11 +299,13 @@ def _build_engine(settings: dict[str, Any]) -> tuple[LLMEngine, dict[str, Any]]:
     model = engine.model_config
     return engine, {
         "max_context": model.max_model_len - 1,  # vLLM counts the token that it samples, the query does not
-        "model_limit": limit, "vocabulary": model.get_vocab_size(), "version": vllm.__version__,
+        "model_limit": limit,
+        "vocabulary": model.get_vocab_size(),
+        "version": vllm.__version__,
         "max_batch": engine.vllm_config.scheduler_config.max_num_seqs,
         "dtype": str(model.dtype).removeprefix("torch."),
         "head_dtype": None if model.head_dtype == model.dtype else str(model.head_dtype).removeprefix("torch."),
-    }  # fmt: skip
+    }
 
 
 def _read_inbox(channel: Channel, inbox: queue.SimpleQueue[dict[str, Any]]) -> None:

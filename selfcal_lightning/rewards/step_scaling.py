@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -58,8 +58,8 @@ class StepScaler:
         save_fitted(path, PREFIX + self.map.kind, content)
 
     @classmethod
-    def load(cls, path: str | Path) -> Self:
-        def whole(kind: str, content: Mapping[str, Any]) -> Self:
+    def load(cls, path: str | Path) -> "StepScaler":
+        def whole(kind: str, content: Mapping[str, Any]) -> "StepScaler":
             found = scaling.read_map(kind.removeprefix(PREFIX), content["parameters"])
             plain = {name: content[name] for name in ("target", "reward_model", "scores")}
             return cls(map=found, fitted_on=FittedOn.from_json(content["fitted_on"]), **plain)

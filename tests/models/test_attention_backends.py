@@ -15,7 +15,6 @@ from selfcal_lightning.engines.transformers.model import load_network
 from selfcal_lightning.models.causal_lm import load_causal_lm
 from selfcal_lightning.models.chat_format import ChatFormat
 from selfcal_lightning.records import Message, Question, QuestionSamples, Request, Sample, SamplingSettings
-from selfcal_lightning.training import calibrated_model
 from selfcal_lightning.training.rounds import Probe, _network_logprobs
 
 
@@ -77,7 +76,10 @@ def test_training_on_a_gpu_leaves_cudnn_out_in_the_backward_pass_too(
     assert cuda.cudnn_sdp_enabled()
     with monkeypatch.context() as patch:  # the model stays where this machine has memory
         patch.setattr(type(module), "device", torch.device("cuda", 0))
-        patch.setattr(calibrated_model, "load_causal_lm", lambda *names, device, **rest: load_causal_lm(*names, **rest))
+        patch.setattr(
+            "selfcal_lightning.models.causal_lm.load_causal_lm",
+            lambda *names, device, **rest: load_causal_lm(*names, **rest),
+        )
         module.configure_model()
     assert not cuda.cudnn_sdp_enabled()
     calibration, generation, _ = module._losses(batch_of(MIXED[:4], chat))

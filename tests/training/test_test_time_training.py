@@ -246,7 +246,10 @@ def test_an_evaluation_reads_as_many_samples_as_it_asked_for(store: str, monkeyp
     parents = [place.parents[1]] * 2
     evaluation = runs.Evaluation("m", None, place, slices, sampling, [], 2, EngineSettings(), 0, "?", None, *parents)
     monkeypatch.setattr(runs, "sample_questions", lambda run: None)
+    asked = [entry.question for entry in runs.read_set(place).entries]
+    monkeypatch.setattr(runs.GenerationSettings, "questions", lambda run: asked[1:])
     found = evaluation._sample(place.parent.name, place.name, sampling, num_samples=3)
+    assert [entry.question for entry in found.entries] == asked[1:]
     assert {len(entry.samples) for entry in found.entries} == {3}
 
 

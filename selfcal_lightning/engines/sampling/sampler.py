@@ -364,6 +364,8 @@ def part_name(shard: tuple[int, int]) -> str:
 def select_share(questions: Sequence[Question], shard: tuple[int, int]) -> list[Question]:
     """Return the questions of share i of n, ``shard = (i, n)``."""
     number, total = shard
+    if not 0 <= number < total:
+        raise InputError(f"Expected `shard` to be (i, n) with 0 <= i < n, but got {shard}.")
     return [question for question in questions if records.question_hash(question.id) % total == number]
 
 

@@ -4,10 +4,10 @@ import shutil
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from selfcal_lightning.confidence.registry import ESTIMATORS, check_name_tells, recorded_confidences
-from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.core.errors import InputError, unknown_name
 from selfcal_lightning.core.progress import Progress, say
 from selfcal_lightning.data.pools import importing
 from selfcal_lightning.data.pools.exporting import ExportReport, export_log, export_pool, export_sampled
@@ -135,6 +135,8 @@ def run_export_pool(
         format: "pool"; "sampled" for the `sampled.jsonl` and `ground_truth.jsonl` of llm-calibration; or a log of
             inspect_ai, every_eval_ever or lm-evaluation-harness. Only "pool" holds everything.
     """
+    if format not in get_args(ExportFormat):  # from Python, where no parser has looked
+        raise unknown_name("format", format, get_args(ExportFormat))
     if format != "pool" and (token_ids or confidences):
         raise InputError(f"Expected `token_ids` and `confidences` with the format 'pool' only, but got {format!r}.")
     rows: dict[str, Any] = {"split": split, "round": round, "task": task}

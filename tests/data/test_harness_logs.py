@@ -472,3 +472,6 @@ def test_an_export_can_be_imported_again(tmp_path: Path, format: Any, name: str)
     if format == "inspect":
         with pytest.raises(InputError, match=r"must end with \.json, got .*x\.eval"):
             run_export_pool(str(tmp_path / "store"), str(tmp_path / "x.eval"), format=format)
+    unknown: Any = f"{format}s"
+    with pytest.raises(InputError, match=f"`format` .* Did you mean '{format}'"):
+        run_export_pool(str(tmp_path / "store"), str(tmp_path / "never.jsonl"), format=unknown)

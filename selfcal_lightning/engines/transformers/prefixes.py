@@ -10,7 +10,6 @@ from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 FORWARD_TOKENS = 8192  # a forward pass reads about this many tokens at most
 T = TypeVar("T")
@@ -33,8 +32,9 @@ def chunks_of(items: Iterable[T], length: Callable[[T], int], most: int) -> list
 
 def padded(rows: Sequence[Sequence[int]], device: torch.device, *, value: int = 0) -> Tensor:
     """Return ids [rows, longest], padded on the right with ``value``."""
-    tensors = [torch.tensor(row, dtype=torch.long) for row in rows]
-    return pad_sequence(tensors, batch_first=True, padding_value=value).to(device)
+    longest = max(map(len, rows))
+    padded_rows = [[*row, *[value] * (longest - len(row))] for row in rows]
+    return torch.tensor(padded_rows, dtype=torch.long, device=device)
 
 
 class Stem(NamedTuple):

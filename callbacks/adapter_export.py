@@ -8,7 +8,6 @@ import math
 import uuid
 from contextlib import nullcontext
 from dataclasses import asdict
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
@@ -176,9 +175,11 @@ class AdapterExport(Callback):
             return None
         if self._base_domain is not None:
             return self._base_domain
-        learnt, stored = self._learnt(self._data), SampleStore(self._data.store_dir).samples(split="train")
-        groups = islice((group for group in stored if learnt is None or group.question.id in learnt), MOST)
-        prompts = [module.chat.prompt_ids(group.question.messages) for group in groups if group.question.messages]
+        learnt, store = self._learnt(self._data), SampleStore(self._data.store_dir)
+        index = store.index(split="train")
+        firsts = [at for at in index.edges[:-1] if learnt is None or index.question_id[at] in learnt]
+        rows = store.read_rows(index.locate(firsts[:MOST]))
+        prompts = [module.chat.prompt_ids(row.question.messages) for row in rows if row.question.messages]
         if len(prompts) < FEWEST:
             return None
         try:

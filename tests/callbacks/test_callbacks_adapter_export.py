@@ -4,6 +4,7 @@ from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from selfcal_lightning.callbacks.adapter_export import AdapterExport
 from selfcal_lightning.confidence.domain import FILE
+from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.models.folders import MANIFEST, check_files, list_files, read_manifest
 from selfcal_lightning.records import Message, Question
@@ -208,10 +210,14 @@ def test_the_domain_is_exported(tiny_model: str, store: Path, tmp_path: Path, mo
     assert not list(tmp_path.glob("adapter-2*")), "the same training is replaced"
 
 
-def test_the_tasks_are_those_of_the_questions_that_are_trained_on(tmp_path: Path) -> None:
+def test_tasks_and_domain_are_of_what_is_trained_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A store may hold more for training: other sources sampled into it, or a probe is trained on another split."""
-    asked = [Message("user", "1 + 1?")]
-    questions = [Question(task, task, tuple(asked)) for task in ("gsm8k", "svamp")]
+    states = Mock(side_effect=InputError("an end"))
+    for name, value in {"FEWEST": 1, "network_states": states}.items():
+        monkeypatch.setattr(f"selfcal_lightning.callbacks.adapter_export.{name}", value)
+    module = Mock(spec=SelfCalibrationModule, activated=False, model=None, parameters=list)
+    module.chat = Mock(prompt_ids=lambda messages: messages[0].content)
+    questions = [Question(task, task, (Message("user", f"{task}?"),)) for task in ("gsm8k", "svamp")]
     store = make_store(tmp_path / "store")
     write(store, questions)
     write(store, [Question("other", "sciq", (Message("user", "Which?"),))], part="b", split="calibration")
@@ -226,3 +232,5 @@ def test_the_tasks_are_those_of_the_questions_that_are_trained_on(tmp_path: Path
         callback = AdapterExport(str(tmp_path / "adapter"))
         callback._data = data
         assert callback._facts(None)["store"]["tasks"] == tasks
+        assert callback._domain(module) is None
+    assert [call.args[1] for call in states.call_args_list[:2]] == [["gsm8k?", "svamp?"], ["gsm8k?"]]

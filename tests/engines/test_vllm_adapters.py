@@ -173,10 +173,18 @@ def _try(*, exact: bool, **changes: float) -> None:
     given = {"base": 0.2, "asleep": 0.2, "base_asked": 0.3, "awake": 0.5, "base_again": 0.3, **changes}
     answers = {name: [[p, 0.1], [0.4, 0.1]] for name, p in given.items()}
     asked = iter([["base"], ["awake", "base_asked", "asleep"], ["base_again"]])
-    ask: Any = lambda _: [answers[name] for name in next(asked)]  # noqa: E731
+    prompts: list[Any] = []
+
+    def ask(groups: Any) -> list[list[list[float]]]:
+        prompts.extend(groups)
+        return [answers[name] for name in next(asked)]
+
     contexts, awake = try_adapter(ask, QUERY, vocabulary=50, longest=20, exact=exact, engine="vLLM")
     assert awake == answers["awake"]
-    assert [len(context) + len(QUERY) for context in contexts] == [8, 20]
+    queries = [(*context, *QUERY) for context in contexts]
+    assert [len(query) for query in queries] == [8, 20]
+    wanted = [(contexts, False), (queries, True), (queries, False), (contexts, True), (queries, False)]
+    assert prompts == wanted, "base model, awake, base model again, asleep, and the cache of the base model"
 
 
 def test_the_self_test_tells_what_is_wrong_and_fits_a_short_context() -> None:

@@ -14,11 +14,10 @@ from selfcal_lightning.models.chat_format import ChatFormat
 from selfcal_lightning.models.quantization import build_optimizer, quantized_layers
 from selfcal_lightning.training.self_calibration import SelfCalibrationModule
 
-pytest.importorskip("bitsandbytes", reason="needs the extra module_batches.qlora")
+pytest.importorskip("bitsandbytes", reason="needs the extra qlora")
 pytestmark = pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU")
-WIDE = replace(
-    module_batches.NO_DROPOUT, r=32, alpha=16
-)  # tensors of 4,096 elements (q_proj, A of v_proj) and of 2,048 (B of v_proj)
+# Tensors of 4,096 elements (q_proj, A of v_proj) and of 2,048 (B of v_proj).
+WIDE = replace(module_batches.NO_DROPOUT, r=32, alpha=16)
 SHALLOW = True
 
 
@@ -108,10 +107,8 @@ def test_checkpoint_holds_the_adapter_and_8_bit_moments(checkpoints: tuple[Path,
     assert 6 * elements < path.stat().st_size < 8 * elements
     loaded = SelfCalibrationModule.load_from_checkpoint(path)
     assert len(quantized_layers(loaded)) == 7 * loaded.model.config.num_hidden_layers
-    assert (
-        module_batches.largest_difference(module_batches.trained_state(loaded), module_batches.trained_state(module))
-        == 0.0
-    )
+    states = map(module_batches.trained_state, (loaded, module))
+    assert module_batches.largest_difference(*states) == 0.0
 
 
 def _tensors(value: Any, place: str = "") -> dict[str, torch.Tensor]:

@@ -166,15 +166,9 @@ class Service:
         name = name or f"chatcmpl-{uuid.uuid4().hex}"
         # With a seed the same messages get the same samples; without one, each request draws its own.
         key = (key or name) if seed is None else json.dumps([[m.role, m.content] for m in messages])
-        draws = Draws(
-            (),
-            sampling,
-            self.settings.seed if seed is None else seed,
-            key,
-            stops,
-            tools=tools,
-            turns=tuple(turn.as_turn() for turn in body.messages),
-        )
+        seed = self.settings.seed if seed is None else seed
+        turns = tuple(turn.as_turn() for turn in body.messages)
+        draws = Draws((), sampling, seed, key, stops, tools=tools, turns=turns)
         return Job(
             name, body, strategy, reader, messages, draws, max_tokens,
             deadline=time.monotonic() + (options.deadline_s or limits.deadline_s),

@@ -97,7 +97,7 @@ class StoredDataModule(LightningDataModule, ABC):
     prompt: Prompt | None = None
     seed: int = 0
     num_workers: int = 0
-    # Settings of how an epoch is drawn and targets are made: options only of the data modules that declare them again.
+    # How an epoch is drawn and targets are made: all are in a training's digest, and options where declared again.
     total_tuples: int | None = field(default=None, init=False)
     round: int = field(default=0, init=False)
     regenerate_every_n_epochs: int | None = field(default=None, init=False)
@@ -105,8 +105,11 @@ class StoredDataModule(LightningDataModule, ABC):
     p_true: PTrueName = field(default="normalised", init=False)
     drop_none: bool = field(default=True, init=False)
     eta: float = field(default=0.75, init=False)
+    exact: bool = field(default=False, init=False)
     fill: bool = field(default=True, init=False)
     max_repeats: int = field(default=4, init=False)
+    teacher: str | None = field(default=None, init=False)
+    teacher_share: float = field(default=0.0, init=False)
 
     def __post_init__(self) -> None:
         super().__init__()

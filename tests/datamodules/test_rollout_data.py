@@ -61,6 +61,12 @@ def test_advantages_targets_and_weights_by_hand(pool: Pool, plain: str) -> None:
     assert batch.generation_weight.tolist() == [1.0] * 48
 
 
+def test_every_setting_of_a_draw_is_in_the_digest(pool: Pool, plain: str) -> None:
+    """It is kept with each round: without one of them, a training that was begun before does not go on."""
+    names = {"drop_none", "eta", "exact", "fill", "max_repeats", "p_true", "round_rule", "teacher", "teacher_share"}
+    assert names <= data_of(pool, plain).training_settings().keys()
+
+
 def test_a_later_round_is_held_against_round_0(pool: Pool) -> None:
     store = pool.write("anchored", answers_of("7", "7", "8", None), sampling=AT_ONE)
     pool.write("anchored", answers_of("8", "8", "9", "8"), sampling=AT_ONE, round=1)

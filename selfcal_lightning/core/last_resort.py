@@ -35,9 +35,7 @@ def explain(error: BaseException, *, who: str, command: Sequence[str] = ()) -> s
         return f"{who}: error: {_refusal(error)}"
     if isinstance(error, RuntimeError) and str(error).startswith("Symlink loop from"):  # of `Path.resolve`
         return f"{who}: error: {error}: name a file or a folder."
-    distributed = sys.modules.get("torch.distributed")
-    has_peers = "WORLD_SIZE" in os.environ or (distributed is not None and distributed.is_initialized())
-    if isinstance(error, RuntimeError) and has_peers and _LOST_PEER.search(str(error)):
+    if isinstance(error, RuntimeError) and _LOST_PEER.search(str(error)) and _has_peers():
         return (
             f"{who}: error: Another process of this training was lost: {_one_line(error)[:200]} Its own log says why. "
             "Start all of them again; with `ckpt_path: last` they continue from the last checkpoint."
@@ -50,6 +48,11 @@ def explain(error: BaseException, *, who: str, command: Sequence[str] = ()) -> s
         f"{who}: a defect of selfcal_lightning, or of a library that it uses: {type(error).__name__}: {error}\n"
         f"{way} shows where it was raised. Please report it with that to {tracker}."
     )
+
+
+def _has_peers() -> bool:
+    distributed = sys.modules.get("torch.distributed")
+    return "WORLD_SIZE" in os.environ or (distributed is not None and distributed.is_initialized())
 
 
 def explain_interruption(error: BaseException, *, who: str, kept: str) -> str:

@@ -87,6 +87,9 @@ def test_a_lost_peer_is_no_defect(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "a defect" in explain(error, who="selfcal fit")
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert "Another process of this training was lost" in explain(error, who="selfcal fit")
+    monkeypatch.delenv("WORLD_SIZE")
+    monkeypatch.setitem(sys.modules, "torch.distributed", Mock(spec=[]))  # of a torch built without it
+    assert "a defect" in explain(KeyError("x"), who="selfcal fit")
 
 
 @pytest.fixture

@@ -294,7 +294,7 @@ def fit_capability_maps(
     *,
     ks: Sequence[int] | None = None,
 ) -> CapabilityMaps:
-    p, samples = np.asarray(predicted, dtype=np.float64), np.asarray(num_samples)
+    p, samples = as_scores(predicted, "predicted"), np.asarray(num_samples)
     most = int(samples.min(initial=np.iinfo(np.int64).max)) if len(samples) else 0
     wanted = range(1, most + 1) if ks is None else [k for k in ks if k <= most]
     shares = np.asarray(num_correct, dtype=np.float64) / samples

@@ -234,6 +234,8 @@ def test_maps_are_those_of_the_functions() -> None:
     assert np.isnan(beyond["maps"]).all(), "eight responses have no map for sixteen"
     with pytest.raises(InputError, match="`map` to be one of isotonic, quantile"):
         maps.apply("isotone", other)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="`predicted` to be known"):
+        fit_capability_maps([np.nan, *p[1:]], correct, samples)
 
 
 def test_scores_are_mapped_by_name(written: Path, tmp_path: Path) -> None:

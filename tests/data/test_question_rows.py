@@ -66,6 +66,11 @@ def test_a_mistake_is_named_with_file_and_line(read: Reader, row: dict, message:
         read(write_lines(tmp_path / "q.jsonl", {"question": "fine", "answer": 1}, row))
 
 
+@pytest.mark.parametrize(("task", "answer"), [("local_number", ["4", "four"]), ("local_expression", ["4"])])
+def test_a_list_of_equal_answers_is_one_answer(task: str, answer: list[str]) -> None:
+    assert read_questions([{"question": "2+2?", "answer": answer}], task=task)[0].reference == "4"
+
+
 def test_fields_and_lines_of_others_are_left_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file = write_lines(tmp_path / "q.jsonl", *({"question": f"q{i}", "level": i, "topic": "t"} for i in range(3)))
     assert len(asked(file)) == 3

@@ -107,9 +107,7 @@ class RolloutDataModule(StoredDataModule):
             model; None stays with ``round``.
     """
 
-    linked_arguments: ClassVar[tuple[str, ...]] = (
-        *StoredDataModule.linked_arguments, "p_true", "reward", "target",
-    )  # fmt: skip
+    linked_arguments: ClassVar[tuple[str, ...]] = (*StoredDataModule.linked_arguments, "p_true", "reward", "target")
 
     _: KW_ONLY
     reward: label_free.GroupReward = "majority"

@@ -23,8 +23,8 @@ from selfcal_lightning.confidence.splits import check_disjoint, leading_ids
 from selfcal_lightning.core.errors import InputError, check_at_least, check_literals
 from selfcal_lightning.core.plan import Plan, QuestionCount, Training
 from selfcal_lightning.data.store.shards import question_digest
-from selfcal_lightning.datamodules.plan import planned_steps, splits_of
-from selfcal_lightning.datamodules.ssc.sampler import LateDataLoader, epoch_position, limited_batches
+from selfcal_lightning.datamodules.questions import splits_of
+from selfcal_lightning.datamodules.ssc.sampler import LateDataLoader, epoch_position, limited_batches, planned_steps
 from selfcal_lightning.engines.settings import EngineSettings, LevelSettings, check_gives_hidden_states
 from selfcal_lightning.metrics.arrays import Floats
 from selfcal_lightning.records import Question, QuestionSamples, question_hash

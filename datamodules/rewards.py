@@ -232,9 +232,7 @@ class RewardDataModule(StoredDataModule):
         query: The confidence query that responses are sampled with.
     """
 
-    linked_arguments: ClassVar[tuple[str, ...]] = (
-        *StoredDataModule.linked_arguments, "format", "steps", "target",
-    )  # fmt: skip
+    linked_arguments: ClassVar[tuple[str, ...]] = (*StoredDataModule.linked_arguments, "format", "steps", "target")
 
     _: KW_ONLY
     total_tuples: int | None = None

@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from selfcal_lightning.core.errors import InputError, RunError, check_at_least, check_literals
-from selfcal_lightning.core.plan import Plan
+from selfcal_lightning.core.plan import Plan, Training
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.data.store.shards import SampleIndex, question_digest
 from selfcal_lightning.data.tasks.registry import check_source, get_task
@@ -28,6 +28,7 @@ from selfcal_lightning.models import packing
 from selfcal_lightning.models.chat_format import DEFAULT_QUERY, ChatFormat, Prompt, load_tokenizer
 from selfcal_lightning.models.folders import is_on_disk, load_config
 from selfcal_lightning.records import Question
+from selfcal_lightning.training.model_parallel import callbacks_of, deals_rows_anew
 
 PROMPTS_TRIED = 8
 Split = Literal["train", "validation", "test"]

@@ -63,8 +63,8 @@ def p_true_before(engine: Engine, chat: ChatFormat, questions: Sequence[Question
         for start in range(0, len(questions), _CHUNK):
             chunk = questions[start : start + _CHUNK]
             prompts = [chat.prompt_ids(question.messages) + query.suffix_ids for question in chunk]
-            for row in engine.next_token_probabilities(prompts, [*query.yes_ids, *query.no_ids]):
-                found.append(None if row is None else normalised_p_true(sum(row[:yes]), sum(row[yes:])))
+            rows = engine.next_token_probabilities(prompts, [*query.yes_ids, *query.no_ids])
+            found += [None if row is None else normalised_p_true(sum(row[:yes]), sum(row[yes:])) for row in rows]
             progress.update(len(chunk))
     return found
 

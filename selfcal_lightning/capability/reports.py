@@ -69,8 +69,8 @@ def _gains_figure(gains: Mapping[str, Sequence[Estimate]], places: Sequence[floa
         axes.plot(places, values, style, marker="o", markersize=4, color=colour, linewidth=1.6, label=way)
     axes.axhline(0.0, color="black", linewidth=0.8)
     drawing.frame(axes)
-    axes.set_ylabel("share of questions solved, beyond a uniform allocation")
-    axes.legend(fontsize=8, frameon=False)
+    axes.set_ylabel("share of questions solved,\nbeyond a uniform allocation")
+    axes.legend(fontsize=8, frameon=False, handlelength=4.0)
     return figure, axes
 
 

@@ -33,7 +33,7 @@ TARGETS: tuple[FusionTarget, ...] = ("label", "ssc", "vote_share")
 FUSED = "fused"
 KIND = "fusion"
 POOL_NOTE = "It depends on the other responses: for recorded pools only (`selfcal serve` has cocoa and vote_share)."
-DEFAULT_FEATURES = (f"{LOGIT}{base.P_TRUE}", base.LOGPROB, base.MEAN_LOGPROB)
+DEFAULT_FEATURES = (f"{inputs.LOGIT}{base.P_TRUE}", base.LOGPROB, base.MEAN_LOGPROB)
 
 
 @dataclass(frozen=True)

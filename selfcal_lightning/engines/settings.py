@@ -1,4 +1,4 @@
-"""Which engine runs a model, and how: the record that verbs, YAML and Python share; and what is read of hidden states.
+"""Which engine runs a model, how, and which hidden states it gives: the records that verbs, YAML and Python share.
 
 The command line resolves its annotations, so that no type here may be slow to import.
 """
@@ -84,56 +84,6 @@ class EngineOptions(EngineSettings):
 
     revision: str | None = None
     adapter: str | None = None
-
-
-NO_STATES = {
-    "vllm": "whose hidden states take a second engine, which runs on GPUs only and lacks the last layer of some models",
-    "openai": "a server, which returns texts and probabilities and no hidden states",
-}
-
-
-@dataclass(frozen=True)
-class LevelSettings:
-    """Which hidden states are read: level 0 is the embedding of the tokens, level l the output of layer l.
-
-    Attributes:
-        levels: The levels; None takes all. Negative ones count from the last, -1.
-        average: Whether the mean over these levels is kept instead of a vector for each.
-        final_norm: Whether the last level is read after the model's final normalisation, as the output layer reads it.
-    """
-
-    levels: tuple[int, ...] | None = None
-    average: bool = True
-    final_norm: bool = True
-
-    def of(self, num_levels: int) -> tuple[int, ...]:
-        """Return the levels of a model that has ``num_levels``, the embedding among them."""
-        if self.levels is None:
-            return tuple(range(num_levels))
-        chosen = [level + num_levels if level < 0 else level for level in self.levels]
-        if not chosen or len(set(chosen)) < len(chosen) or not all(0 <= level < num_levels for level in chosen):
-            wanted = f"`levels` to be distinct and from 0, the embedding, to {num_levels - 1}, the last layer"
-            raise InputError(f"Expected {wanted}, but got {list(self.levels)}.")
-        return tuple(sorted(chosen))
-
-
-@dataclass(frozen=True)
-class PromptStates:
-    """Hidden states of N prompts at L levels, or 1 where these were averaged.
-
-    Attributes:
-        last_token: At the last token of the prompt, float32 [N, L, D].
-        token_mean: Mean over the tokens of the prompt, float32 [N, L, D].
-    """
-
-    last_token: NDArray[np.float32]
-    token_mean: NDArray[np.float32]
-
-
-def check_gives_hidden_states(engine: EngineSettings) -> None:
-    if engine.name in NO_STATES:
-        found = f"{engine.name!r}, {NO_STATES[engine.name]}. Responses may be sampled with it"
-        raise InputError(f"Expected `engine.name` to be transformers where hidden states are read, but got {found}.")
 
 
 FREE_SHARE = 0.95  # the rest is for the driver and what the engine's process does not account for

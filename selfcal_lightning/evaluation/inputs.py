@@ -326,7 +326,10 @@ def sample_models(inputs: ModelInputs, *, replayed: bool = False) -> Inputs:
                 pool = load_recorded_pool(places[side], split=name, texts=texts, token_ids=replayed)
             else:
                 pool = score_again(model, places[side], name, inputs, texts=texts, token_ids=replayed)
-            found.setdefault(name, {})[side] = pool
+            # The store may have more questions and samples, of an earlier evaluation.
+            pool = pool.subset({question.id for question in load_source(test, test.task)})
+            entries = (replace(one, samples=one.samples[: inputs.num_samples]) for one in pool.entries)
+            found.setdefault(name, {})[side] = replace(pool, entries=tuple(entries))
     one_store = len(set(places.values())) == 1
     same = {
         test.name: len(sides) > 1

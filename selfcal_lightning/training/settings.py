@@ -4,11 +4,14 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 
 from selfcal_lightning.core.errors import InputError, check_at_least, check_literals
+from selfcal_lightning.core.plan import Memory
+from selfcal_lightning.models.causal_lm import WeightFiles
 from selfcal_lightning.models.chat_format import DEFAULT_QUERY, Prompt
 from selfcal_lightning.models.folders import load_config
 from selfcal_lightning.models.lora import FIRST, LoraSettings

@@ -215,6 +215,12 @@ def test_steps_of_another_selection_are_not_taken(selection: Selection, made: Se
     assert key_steps.read_key_steps(made) is None
 
 
+@pytest.mark.parametrize("options", [{"engine": EngineSettings("vllm")}, {"revision": "main"}, {"max_new_tokens": 64}])
+def test_rules_read_no_option_of_a_model(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"`{next(iter(options))}` with `backend` engine alone"):
+        run_extract_steps("nowhere", **options)
+
+
 def test_the_verb(selection: Selection, capsys: pytest.CaptureFixture) -> None:
     assert run(["extract-steps", "--selection", str(selection.path)]) == 0
     assert "are the answer" in capsys.readouterr().out

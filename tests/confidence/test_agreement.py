@@ -67,6 +67,7 @@ def test_unreadable_and_lone_responses_have_no_agreement() -> None:
         for kind in (agreement.SemanticShare, agreement.Cocoa)
     ]
     assert found == [[0.5, 0.5, None, None], [pytest.approx(-0.5 * 2 / 3)] * 2 + [None] * 2]
+    assert agreement.hybrid(["7", "7", "8"], [0.8, 0.6, 1.0]) == [0.85, 0.55, 0.75]
     assert agreement.hybrid(["7"], [0.9]) == agreement.hybrid([None, "7"], [0.9, None])[:1] == [None]
 
 

@@ -29,6 +29,7 @@ from selfcal_lightning.inference.thresholds import fit_risk_threshold
 from selfcal_lightning.inference.voting import SelfConsistency
 from selfcal_lightning.models.causal_lm import SHARE_SAMPLING, WeightFiles
 from selfcal_lightning.models.folders import config_path, resolve_model
+from selfcal_lightning.models.lora import LoraSettings
 from selfcal_lightning.training.settings import AdapterSettings, MemorySettings, RowSizes, activation_bytes, plan_memory
 
 TESTS = "[{name: id, task: word_problems, split: test_id, limit: 2}]"

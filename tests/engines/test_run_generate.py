@@ -62,9 +62,7 @@ def test_questions_after_an_offset_are_sampled_and_added(arguments: dict) -> Non
     assert sorted(stored(arguments)) == [f"word_problems/train/{number:06d}" for number in range(4)]
 
 
-def test_a_test_set_may_begin_after_an_offset(
-    tmp_path: Path, tiny_model: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_test_set_begins_after_an_offset(tmp_path: Path, tiny_model: str, capsys: pytest.CaptureFixture[str]) -> None:
     test, sampling = TestSet("id", "word_problems", "test_id", limit=2, offset=3), SamplingSettings(max_new_tokens=4)
     models = ModelInputs({"base": ModelSide(tiny_model)}, [test], None, tmp_path, num_samples=1, sampling=sampling)
     inputs = sample_models(models)

@@ -187,7 +187,7 @@ def _try(*, exact: bool, **changes: float) -> None:
     assert prompts == wanted, "base model, awake, base model again, asleep, and the cache of the base model"
 
 
-def test_the_self_test_tells_what_is_wrong_and_fits_a_short_context() -> None:
+def test_the_self_test_tells_what_is_wrong() -> None:
     _try(exact=True)
     _try(exact=False, asleep=0.201)
     for changes, said in (

@@ -147,8 +147,8 @@ def test_a_uniform_allocation_is_mixed_in_by_hand() -> None:
 
 def test_labels_of_figures_are_neither_cut_nor_on_bars() -> None:
     test = judged([0, 1, 2, 4], 4, {"a": [0.1, 0.2, 0.5, 0.9]})
-    budgets, parts = compare_budgets(test, drawn(test, 5)), decompose_errors(test, drawn(test, 5))
-    one, other = budget_figure(budgets), decomposition_figure(parts, test)
+    budgets, parts = compare_budgets(test, drawn(test, 5)), evaluation.decompose_errors(test, drawn(test, 5))
+    one, other = budget_figure(budgets), evaluation.decomposition_figure(parts, test)
     one.draw_without_rendering()
     other.draw_without_rendering()
     label = one.axes[0].yaxis.label.get_window_extent()

@@ -277,10 +277,11 @@ def test_mistakes_are_one_line(oracle: Oracle, arguments: list, message: str, ca
 
 
 def test_notes_on_calibration_and_on_unreached_thresholds(tmp_path: Path) -> None:
-    assert "may not be calibrated" in str(uncalibrated_note("bundled", None, EarlyStopping()))
-    assert uncalibrated_note("bundled", "adapter", EarlyStopping()) is None
-    assert uncalibrated_note("bundled", None, SelfConsistency()) is None
-    assert uncalibrated_note("on/the-hub", None, EarlyStopping()) is None
+    (note,) = notes_on("bundled", None, EarlyStopping(), None)
+    assert "may not be calibrated" in note
+    assert not [*notes_on("bundled", "adapter", EarlyStopping(), None)]
+    assert not [*notes_on("bundled", None, SelfConsistency(), None)]
+    assert not [*notes_on("on/the-hub", None, EarlyStopping(), None)]
     (tmp_path / "selfcal_manifest.json").write_text("{}")
     assert not [*notes_on(str(tmp_path), None, EarlyStopping(), None)]
     assert default_task(str(tmp_path)) == "local_number"

@@ -408,6 +408,19 @@ def client_of(server: Service) -> httpx.AsyncClient:
     return httpx.AsyncClient(transport=httpx.ASGITransport(server.app()), base_url="http://localhost")
 
 
+def test_a_body_and_the_end_may_be_without_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = service()
+    server.limits, server.desk.died = Limits(max_body_mb=math.inf, stop_s=math.inf), None
+
+    async def ask() -> int:
+        async with client_of(server) as client:
+            return (await client.post("/v1/feedback", json={"request_id": "none", "correct": True})).status_code
+
+    assert asyncio.run(ask()) == 404
+    monkeypatch.setattr("uvicorn.Server.run", lambda self: None)
+    running.serve(server, host="127.0.0.1", port=free_port())
+
+
 def test_readings_count_at_once_and_are_answered_before_the_end(chat: ChatFormat, tiny_model: str) -> None:
     upstream = FakeServer(canned(chat), chat.tokenizer)
 

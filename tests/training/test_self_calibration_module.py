@@ -158,13 +158,8 @@ def test_auto_dtype_follows_the_device_that_the_trainer_will_use(
     tiny_model: str, monkeypatch: pytest.MonkeyPatch, device: str, lora: Any, dtype: str
 ) -> None:
     """The hook runs before the module is moved, so that the module's own device says nothing."""
-    asked: list[str] = []
-
-    def stop(*_: Any, dtype: str, **__: Any) -> None:
-        asked.append(dtype)
-        raise InterruptedError
-
-    monkeypatch.setattr("selfcal_lightning.models.causal_lm.load_causal_lm", stop)
+    load = Mock(side_effect=InterruptedError)
+    monkeypatch.setattr("selfcal_lightning.models.causal_lm.load_causal_lm", load)
     module = module_of(tiny_model, lora=lora, torch_dtype="auto")
     module._trainer = SimpleNamespace(strategy=SingleDeviceStrategy(torch.device(device)), precision="32-true")
     with pytest.raises(InterruptedError):

@@ -53,9 +53,7 @@ class SamplePlan:
         """Write the plan; a file that is there must be an earlier one."""
         check_plan_target(path)
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        record = {
-            "format": FORMAT, "version": VERSION, "details": dict(self.details), "samples": dict(self.samples),
-        }  # fmt: skip
+        record = {"format": FORMAT, "version": VERSION, "details": dict(self.details), "samples": dict(self.samples)}
         files.write_atomically(Path(path), files.to_json(record))
 
 

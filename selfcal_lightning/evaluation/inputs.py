@@ -308,17 +308,17 @@ def note_sides_apart(inputs: Inputs) -> None:
 def sample_models(inputs: ModelInputs, *, replayed: bool = False) -> Inputs:
     """Sample all questions from every model, or continue where an earlier run stopped; see ``read_pools``."""
     tests, calibration, sides = inputs.tests, inputs.calibration, inputs.sides
+    named = {test.name: test for test in tests} | ({} if calibration is None else {CALIBRATION: calibration})
+    asked = {name: load_source(test, test.task) for name, test in named.items()}
     if calibration is not None:  # shared questions are refused before anything is sampled
-        fitted_on = load_source(calibration, calibration.task)
         for test in tests:
             names = (f"`{CALIBRATION}`", f"test set {test.name!r}")
-            check_disjoint(fitted_on, load_source(test, test.task), names=names, way_out=DISJOINT)
+            check_disjoint(asked[CALIBRATION], asked[test.name], names=names, way_out=DISJOINT)
     found: dict[str, dict[str, RecordedPool]] = {test.name: {} for test in tests}
     places = {side: inputs.folder / "samples" / (model.responses_of or side) for side, model in sides.items()}
     for side, model in sides.items():
-        for test in [*tests, *([] if calibration is None else [calibration])]:
-            name = CALIBRATION if test is calibration else test.name
-            texts = replayed or test is not calibration
+        for name, test in named.items():
+            texts = replayed or name != CALIBRATION
             if model.responses_of is None:
                 sys.stdout.write(f"Sampling {name} from {side} ({model.model})\n")
                 run = sampling_run(test, name, model, places[side], inputs)
@@ -327,7 +327,7 @@ def sample_models(inputs: ModelInputs, *, replayed: bool = False) -> Inputs:
             else:
                 pool = score_again(model, places[side], name, inputs, texts=texts, token_ids=replayed)
             # The store may have more questions and samples, of an earlier evaluation.
-            pool = pool.subset({question.id for question in load_source(test, test.task)})
+            pool = pool.subset({question.id for question in asked[name]})
             entries = (replace(one, samples=one.samples[: inputs.num_samples]) for one in pool.entries)
             found.setdefault(name, {})[side] = replace(pool, entries=tuple(entries))
     one_store = len(set(places.values())) == 1

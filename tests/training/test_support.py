@@ -1,39 +1,36 @@
-import re
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import LightningModule, strategies
-from support.house import ROOT
 from support.module_batches import module_of, quiet_trainer
 from support.other_models import change_json, plain_copy
 from support.trainers import trainer_of
 from support.training_runs import data_module, generation
 from transformers import LlamaConfig
 
-from selfcal_lightning import training
+from selfcal_lightning.adaptation.module import TestTimeTrainingModule
 from selfcal_lightning.callbacks.adapter_export import AdapterExport
 from selfcal_lightning.callbacks.confidence_writer import ConfidenceWriter
+from selfcal_lightning.callbacks.generation import SSCGeneration
+from selfcal_lightning.callbacks.preemption import PreemptionCheckpoint
+from selfcal_lightning.capability.probe_module import LinearProbeModule
 from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.datamodules.adaptation import RolloutDataModule
+from selfcal_lightning.datamodules.probe import ProbeDataModule
+from selfcal_lightning.datamodules.rewards import RewardDataModule
+from selfcal_lightning.datamodules.ssc.datamodule import SSCDataModule
+from selfcal_lightning.engines.settings import EngineSettings
 from selfcal_lightning.models.lora import LoraSettings
 from selfcal_lightning.models.sharded_loading import check_architecture
+from selfcal_lightning.rewards.module import QuantileRewardModule
+from selfcal_lightning.training.model_parallel import AdapterModelParallelStrategy
 from selfcal_lightning.training.modules import TrainedModule
-from selfcal_lightning.training.settings import MemorySettings
-from selfcal_lightning.training.support import REASONS, SUPPORT, WAYS, check_support, support_table, way_of
-
-
-def test_the_table_is_whole_and_the_guide_imports_what_it_names() -> None:
-    refused = {(feature, way) for feature, row in SUPPORT.items() for way in WAYS if row[way] == "no"}
-    assert refused == set(REASONS)
-    lines = support_table().splitlines()
-    assert len(lines) == 2 + len(SUPPORT)
-    assert "| QLoRA (nf4) | yes | yes | no |" in lines
-    assert all(line.count("|") == 2 + len(WAYS) for line in lines)
-    guide = (ROOT / "docs" / "development" / "adding_a_module.md").read_text()
-    named = re.findall(r"^- `(\w+)`", guide, re.MULTILINE)
-    assert named == ["TrainedModule", "ScoringModule", "ConfidenceModel"]
-    assert all(isinstance(getattr(training, name), type) for name in [*named, "ScoredRows"])
+from selfcal_lightning.training.self_calibration import SelfCalibrationModule
+from selfcal_lightning.training.settings import AuxiliarySettings, MemorySettings
+from selfcal_lightning.training.support import REASONS, SUPPORT, WAYS, check_support, way_of
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -78,7 +75,6 @@ Untried = type("Untried", (strategies.Strategy,), dict.fromkeys(strategies.Strat
         (strategies.FSDPStrategy, "FSDPStrategy, which is FSDP1"),
         (strategies.ModelParallelStrategy, "ModelParallelStrategy, which cannot resume"),
         (strategies.DeepSpeedStrategy, "DeepSpeedStrategy, which is DeepSpeed"),
-        (strategies.XLAStrategy, "XLAStrategy, which was never tried"),
         (Untried, "Untried, which was never tried"),
     ],
 )
@@ -89,51 +85,89 @@ def test_other_strategies_are_refused(kind: type[strategies.Strategy], message: 
     assert way_of(strategies.DDPStrategy()) == "DDP"
 
 
-@pytest.mark.parametrize(
-    ("targets", "message"),
-    [(("q_proj", "qkv_proj"), r"\['qkv_proj'\], which match none.* has .*'q_proj'"), (("lm_head",), "shares its")],
-)
-def test_absent_layers_are_refused(tiny_model: str, tmp_path: Path, targets: tuple[str, ...], message: str) -> None:
-    trainer = quiet_trainer(callbacks=[generation()])
-    module = module_of(tiny_model, lora=LoraSettings(r=4, target_modules=targets, activated=False))
-    with pytest.raises(ValueError, match=rf"Expected `target_modules` .*{message}"):
-        trainer.fit(module, datamodule=data_module(tiny_model, tmp_path / "store"))
-    assert not (tmp_path / "store").exists()
-    assert module.model is None
-
-
-def test_layers_are_looked_up_without_memory(tiny_model: str, tmp_path: Path) -> None:
+def test_layers_are_looked_up_without_memory(tmp_path: Path) -> None:
     """A model of 70 billion parameters has shapes here and no weights at all."""
     large = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64}
     LlamaConfig(**large, num_key_value_heads=8).save_pretrained(tmp_path)
     state = torch.get_rng_state()
     check_architecture(str(tmp_path), LoraSettings())
     assert torch.equal(torch.get_rng_state(), state), "what training draws does not depend on the look"
-    with pytest.raises(ValueError, match="which match none"):
-        check_architecture(str(tmp_path), LoraSettings(target_modules=("c_attn",)))
 
 
 def test_a_run_is_refused_before_anything_is_sampled(tiny_model: str, tmp_path: Path) -> None:
+    module = module_of(tiny_model, lora=LoraSettings(r=4, target_modules=("q_proj", "qkv_proj"), activated=False))
+    data = data_module(tiny_model, tmp_path / "store")
+    with pytest.raises(ValueError, match=r"Expected `target_modules` .*\['qkv_proj'\], which match none"):
+        quiet_trainer(callbacks=[generation()]).fit(module, datamodule=data)
+    assert module.model is None
     trainer = quiet_trainer(strategy=strategies.DDPStrategy(), precision="64-true", callbacks=[generation()])
     with pytest.raises(ValueError, match="but got '64-true'"):
-        trainer.fit(module_of(tiny_model), datamodule=data_module(tiny_model, tmp_path / "store"))
+        trainer.fit(module_of(tiny_model), datamodule=data)
     assert not (tmp_path / "store").exists()
     with pytest.raises(ValueError, match="but got '64-true'"):
         quiet_trainer(precision="64-true").validate(module_of(tiny_model), [])
     torch.distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize("callback", [generation, AdapterExport, ConfidenceWriter])
-def test_callbacks_name_the_module_that_they_need(tiny_model: str, callback: Any) -> None:
-    one = callback()
-    verb = "predict" if callback is ConfidenceWriter else "fit"
-    with pytest.raises(InputError, match=rf"{type(one).__name__} needs a \w+Module, but got LightningModule"):
-        one.plan_run(verb, quiet_trainer(), LightningModule(), data_module(tiny_model, Path("store")))
-
-
-def test_what_a_module_leaves_open_is_told_before_training(tiny_model: str, tmp_path: Path) -> None:
+def test_callbacks_name_what_a_module_lacks(tiny_model: str) -> None:
     class Unexported(TrainedModule):
         """Nobody said how it is exported."""
 
+    for callback, verb in ((generation(), "fit"), (AdapterExport(), "fit"), (ConfidenceWriter(), "predict")):
+        with pytest.raises(InputError, match=rf"{type(callback).__name__} needs a \w+Module, but got LightningModule"):
+            callback.plan_run(verb, quiet_trainer(), LightningModule(), data_module(tiny_model, Path("store")))
     with pytest.raises(InputError, match="Unexported must define `save_export` for AdapterExport"):
-        AdapterExport(str(tmp_path / "adapter")).plan_run("fit", quiet_trainer(), Unexported(tiny_model), None)
+        AdapterExport().plan_run("fit", quiet_trainer(), Unexported(tiny_model), None)
+
+
+JOINT = LoraSettings(r=2, activated=False)
+ROUNDS = {"regenerate_every_n_epochs": 1}
+OTHER = {"a": AuxiliarySettings()}
+CANNOT_BE: list[tuple[type, dict[str, Any], str]] = [
+    (SelfCalibrationModule, {"ranking": -1.0}, r"`ranking` to be a number of at least 0, but got -1\.0"),
+    (SelfCalibrationModule, {"quantization": "nf4", "lora": None}, "`quantization` 'nf4' needs `lora`"),
+    (SelfCalibrationModule, {"lora": JOINT, "auxiliary": OTHER}, r"`auxiliary` \(a\) needs an activated adapter"),
+    (SelfCalibrationModule, {"auxiliary": {"best": OTHER["a"]}}, "Names in `auxiliary` .*but got 'best'"),
+    (SelfCalibrationModule, {"auxiliary": {"a.b": OTHER["a"]}}, r"Names in `auxiliary` .*but got 'a\.b'"),
+    (SelfCalibrationModule, {"lora": JOINT, "recompute_above": 5}, "5 needs `gradient_checkpointing: true`"),
+    (LinearProbeModule, {"head": "linea"}, "one of linear, mlp, classifier, but got 'linea'. Did you mean 'linear'"),
+    (LinearProbeModule, {"head": "classifier", "loss": "bce"}, "got bce and classifier"),
+    (LinearProbeModule, {"loss": "cross_entropy"}, "got cross_entropy and linear"),
+    (LinearProbeModule, {"optimizer": "lbfgs"}, "lbfgs needs `schedule` constant"),
+    (QuantileRewardModule, {"lora": LoraSettings(r=2)}, r"`lora\.activated` to be false"),
+    (QuantileRewardModule, {"lora": JOINT, "full": True}, "Expected `full` without `lora`"),
+    (QuantileRewardModule, {"low": 0.9, "high": 0.1}, "`low` and `high` to rise within"),
+    (QuantileRewardModule, {"format": "rlhflow-orm"}, "`format` 'rlhflow-orm'"),
+    (TestTimeTrainingModule, {"lora": None}, "`lora` to change the generator"),
+    (TestTimeTrainingModule, {"lora": LoraSettings(r=4)}, "`lora.activated: false`"),
+    (SSCDataModule, {"round": 1, **ROUNDS}, "`round`"),
+    (ProbeDataModule, {"engine": EngineSettings("vllm")}, "to be transformers where hidden states are read"),
+    (RewardDataModule, {"target": "success_rate"}, "`rollouts`, a folder that `selfcal rollout` filled"),
+    (RewardDataModule, {"target": "vote_share", "num_samples": 1}, "at least 2 with `target='vote_share'`"),
+    (RolloutDataModule, {"num_samples": 1}, "`num_samples` must be at least 2"),
+    (RolloutDataModule, {"num_samples": 1, "reward": "none", "target": "anchor"}, "least 2 .*`target: anchor`"),
+    (RolloutDataModule, {"reward": "none"}, "nothing to learn"),
+    (RolloutDataModule, {"selection": "runs/selection"}, "A `selection` needs `reward: none`"),
+    (
+        RolloutDataModule,
+        {"reward": "none", "selection": "s", "regenerate_every_n_epochs": 1},
+        "leave out `regenerate_every_n_epochs`",
+    ),
+    (
+        RolloutDataModule,
+        {"reward": "entropy", "regenerate_every_n_epochs": 1},
+        "selfcal score --estimator token_entropy",
+    ),
+    (AdapterModelParallelStrategy, {"tensor_parallel_size": 2}, "`tensor_parallel_size` must be 1 .*, but got 2"),
+    (LoraSettings, {"target_modules": "q_proj"}, "`target_modules`"),
+    (SSCGeneration, {"gpu_memory_utilization": 0.5}, "`gpu_memory_utilization`"),
+    (PreemptionCheckpoint, {"signals": ["SIGKILL"]}, "`signals` .* got 'SIGKILL'"),
+    (AdapterExport, {"monitor": "val/ece"}, r"`monitor` must be .*calibration/ECE.*, but got 'val/ece'"),
+]
+
+
+@pytest.mark.parametrize(("kind", "settings", "message"), CANNOT_BE)
+def test_settings_that_cannot_be_are_refused(kind: type, settings: dict[str, Any], message: str) -> None:
+    needed = [name for name in ("base_model", "store_dir") if name in signature(kind).parameters]
+    with pytest.raises(ValueError, match=message):
+        kind(*needed, **settings)

@@ -1,4 +1,5 @@
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from lightning.pytorch import Callback, Trainer
@@ -9,6 +10,7 @@ from selfcal_lightning.callbacks.generation import SSCGeneration
 from selfcal_lightning.datamodules.questions import QuestionSource
 from selfcal_lightning.datamodules.ssc.datamodule import SSCDataModule
 from selfcal_lightning.models.lora import LoraSettings
+from selfcal_lightning.training.model_parallel import AdapterModelParallelStrategy
 from selfcal_lightning.training.self_calibration import SelfCalibrationModule
 
 
@@ -31,3 +33,21 @@ def module_of(tiny_model: str, **settings: Any) -> SelfCalibrationModule:
 
 def trainer_with(*callbacks: Callback, **settings: Any) -> Trainer:
     return quiet_trainer(**{"num_sanity_val_steps": 0, **settings}, callbacks=list(callbacks))
+
+
+def trainer_of(way: str, precision: str = "32-true") -> SimpleNamespace:
+    """What the check reads of a Trainer; Lightning itself turns 16-mixed into bf16-mixed on a CPU."""
+    strategies = {"one process": "auto", "DDP": "ddp", "FSDP2": AdapterModelParallelStrategy()}
+    return SimpleNamespace(strategy=quiet_trainer(strategy=strategies[way]).strategy, precision=precision)
+
+
+class SaveAt(Callback):
+    """Writes ``<step>.ckpt`` after these optimiser steps, or after each, before a validation that is due there."""
+
+    def __init__(self, folder: Path, *steps: int) -> None:
+        self.folder, self.steps = folder, set(steps or range(1, 1000))
+
+    def on_train_batch_end(self, trainer: Trainer, *_: object) -> None:
+        if trainer.global_step in self.steps:
+            self.steps.remove(trainer.global_step)
+            trainer.save_checkpoint(self.folder / f"{trainer.global_step}.ckpt")

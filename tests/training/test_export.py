@@ -1,5 +1,6 @@
 import hashlib
 import json
+import runpy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -7,8 +8,11 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from support.exported import checkpoint, shaken, snapshot
+from peft import AutoPeftModelForCausalLM
+from support.exported import activated, checkpoint, shaken, snapshot
+from support.module_batches import MIXED, batch_of
 from support.other_models import changed_copy, plain_copy
+from support.peft_alora import reference_p_true
 from support.processes import files_of_at_most
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 
@@ -17,8 +21,9 @@ from selfcal_lightning.commands.export import run_export
 from selfcal_lightning.engines.transformers.model import load_network
 from selfcal_lightning.engines.vllm.records import lora_rank
 from selfcal_lightning.models.causal_lm import load_causal_lm
-from selfcal_lightning.models.folders import MANIFEST, check_files, list_files, read_manifest
+from selfcal_lightning.models.folders import MANIFEST, check_files, list_files, read_invocation_ids, read_manifest
 from selfcal_lightning.models.lora import read_adapter_state
+from selfcal_lightning.records import Message
 from selfcal_lightning.training.export import describe_folder, place_aside, replacing, write_export
 from selfcal_lightning.training.self_calibration import SelfCalibrationModule
 
@@ -46,17 +51,13 @@ def test_a_card_with_a_chinese_query_is_written_in_any_locale(adapter: Path, mon
 
 def test_adapter_folder_says_what_it_is(module: SelfCalibrationModule, adapter: Path, tiny_model: str) -> None:
     manifest = read_manifest(adapter)
-    assert manifest["kind"] == "adapter"
-    assert manifest["base_model"]["model"] == tiny_model
-    assert manifest["prompt"]["query"] == "Is the answer correct? (Yes/No)"
-    assert manifest["prompt"]["yes_ids"] == list(module.chat.query.yes_ids)
+    assert (manifest["kind"], manifest["base_model"]["model"]) == ("adapter", tiny_model)
+    assert manifest["prompt"] == module.chat.describe()
     assert manifest["p_true"] == "normalised"
-    assert manifest["hyper_parameters"]["lora"]["r"] == 4
     assert manifest["store"] == {"digests": {"0": "abc"}}
     assert manifest["metrics"] == {"val/x": 0.5}
     assert set(manifest["versions"]) >= {"torch", "transformers", "peft"}
     assert AutoTokenizer.from_pretrained(adapter).chat_template
-    assert (adapter / "adapter_model.safetensors").is_file()
     card = (adapter / "README.md").read_text()
     assert "P(Yes) / (P(Yes) + P(No))" in card
     assert "More Information Needed" not in card
@@ -154,26 +155,19 @@ def test_folders_that_hold_something_or_what_is_trained_are_kept(
 
 
 @pytest.mark.parametrize("source", ["adapter", "checkpoint"])
-@pytest.mark.parametrize("place", ["in the adapter", "above the adapter", "base", "in the base", "above the base"])
 def test_the_output_lies_apart_from_what_is_merged(
-    module: SelfCalibrationModule, adapter: Path, tmp_path: Path, tiny_model: str, source: str, place: str
+    module: SelfCalibrationModule, adapter: Path, tmp_path: Path, tiny_model: str, source: str
 ) -> None:
-    read = tmp_path / "read"
-    (read / "above").mkdir(parents=True)
-    base = Path(plain_copy(tiny_model, read / "above" / "base"))
+    read, above = tmp_path / "read", tmp_path / "read" / "above"
+    above.mkdir(parents=True)
+    base = Path(plain_copy(tiny_model, above / "base"))
     own = adapter.rename(read / "own") if source == "adapter" else Path(checkpoint(module, read / "last.ckpt"))
-    target = {
-        "in the adapter": read / "own" / "merged" if source == "adapter" else base / "inside",
-        "above the adapter": read,
-        "base": base,
-        "in the base": base / "merged" / "here",
-        "above the base": read / "above",
-    }[place]
-    if target in (base, read, read / "above"):  # as if a merged model lay there, which could be replaced
-        (target / MANIFEST).write_text(json.dumps({"kind": "merged", "format": 2, "files": list_files(target)}))
+    for folder in (base, above, read):  # as if a merged model lay there, which could be replaced
+        (folder / MANIFEST).write_text(json.dumps({"kind": "merged", "format": 2, "files": list_files(folder)}))
     before = snapshot(read)
-    with pytest.raises(ValueError, match=r"`output_dir` to lie apart from the (adapter|checkpoint|base model)"):
-        run_export(str(own), str(target), base_model=str(base), overwrite=True)
+    for target in (base, above, read, base / "merged" / "here", *([own / "merged"] if source == "adapter" else [])):
+        with pytest.raises(ValueError, match=r"`output_dir` to lie apart from the (adapter|checkpoint|base model)"):
+            run_export(str(own), str(target), base_model=str(base), overwrite=True)
     assert snapshot(read) == before
 
 
@@ -223,20 +217,6 @@ def test_something_else_is_no_adapter(tmp_path: Path) -> None:
     assert not (tmp_path / "merged").exists()
 
 
-def test_an_export_is_replaced_in_one_step(tmp_path: Path) -> None:
-    folder = tmp_path / "adapter"
-    with replacing(folder) as fresh:
-        (fresh / "weights").write_text("old")
-    with pytest.raises(FileNotFoundError), replacing(folder) as fresh:
-        (fresh / "weights" / "half").write_text("written")
-    assert (folder / "weights").read_text() == "old"
-    with replacing(folder) as fresh:
-        assert (folder / "weights").read_text() == "old"
-        (fresh / "weights").write_text("new")
-    assert (folder / "weights").read_text() == "new"
-    assert [path.name for path in tmp_path.iterdir()] == ["adapter"]
-
-
 def test_a_link_stays_and_the_folder_that_it_leads_to_is_replaced(tmp_path: Path) -> None:
     (tmp_path / "disk" / "place").mkdir(parents=True)
     (tmp_path / "adapter").symlink_to(tmp_path / "disk" / "place")
@@ -251,19 +231,18 @@ def test_a_link_stays_and_the_folder_that_it_leads_to_is_replaced(tmp_path: Path
     assert (tmp_path / "adapter").is_symlink()
 
 
-def test_what_a_kill_left_behind_is_cleared_away_and_nothing_else(tmp_path: Path) -> None:
-    folder = tmp_path / "adapter"
-    mine = tmp_path / "adapter.bak"
+def test_a_folder_is_replaced_in_one_step_and_what_a_kill_left_behind_is_cleared_away(tmp_path: Path) -> None:
+    folder, mine = tmp_path / "adapter", tmp_path / "adapter.bak"
     for left in (mine, tmp_path / ".adapter.new", tmp_path / ".adapter.old"):
         left.mkdir()
         (left / "weights").write_text(left.name)
-    with pytest.raises(FileNotFoundError), replacing(folder) as fresh:
-        (fresh / "absent" / "half").write_text("written")
-    assert (tmp_path / ".adapter.old" / "weights").is_file()
-    for content in ("first", "second"):
+    for before, content in ((None, "first"), ("first", "second")):
+        with pytest.raises(FileNotFoundError), replacing(folder) as fresh:
+            (fresh / "absent" / "half").write_text("written")
         with replacing(folder) as fresh:
             assert not list(fresh.iterdir())
             (fresh / "weights").write_text(content)
+            assert before is None or (folder / "weights").read_text() == before
         assert (folder / "weights").read_text() == content
         assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter", "adapter.bak"]
     assert (mine / "weights").read_text() == "adapter.bak"
@@ -318,20 +297,15 @@ def test_so_is_a_damaged_merged_model(adapter: Path, tmp_path: Path, load: Calla
         check_files(merged)
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ('{"kind": "adapter", "format": 3, "files": {}}', "to be 2, but got 3"),
-        ('{"kind": "adapter", "format": 2}', "map names to hashes, but got None"),
-        ('{"kind": "adapter",\n "base', r":2: Expected a JSON object"),
-        ("{}", "`kind`"),
-        ('{"kind": "adapter", "format": 2, "files": []}', r"map names to hashes, but got \[\]"),
-    ],
-)
-def test_a_manifest_that_cannot_be_read_is_named(adapter: Path, tmp_path: Path, content: str, message: str) -> None:
-    (adapter / MANIFEST).write_text(content)
-    with pytest.raises(ValueError, match=message):
-        run_export(str(adapter), str(tmp_path / "merged"))
+def test_a_manifest_that_cannot_be_read_is_named(adapter: Path, tmp_path: Path) -> None:
+    for content, message in {
+        '{"kind": "adapter", "format": 3, "files": {}}': "to be 2, but got 3",
+        '{"kind": "adapter",\n "base': ":2: Expected a JSON object",
+        '{"kind": "adapter", "format": 2, "files": []}': r"map names to hashes, but got \[\]",
+    }.items():
+        (adapter / MANIFEST).write_text(content)
+        with pytest.raises(ValueError, match=message):
+            run_export(str(adapter), str(tmp_path / "merged"))
 
 
 @pytest.fixture
@@ -417,3 +391,84 @@ def test_push_without_a_token_fails_at_once(adapter: Path, tmp_path: Path, monke
     with pytest.raises(ValueError, match="HF_TOKEN"):
         run_export(str(adapter), str(tmp_path / "merged"), push="me/calibrated")
     assert not (tmp_path / "merged").exists()
+
+
+# ---- activated adapters: what plain PEFT makes of the folder, and that nothing merges it
+
+
+@pytest.fixture(scope="module")
+def asleep(tiny_model: str) -> SelfCalibrationModule:
+    """A module whose adapter is active on the tokens of the confidence query alone."""
+    return activated(tiny_model, std=0.3)
+
+
+@pytest.fixture
+def alora(asleep: SelfCalibrationModule, tmp_path: Path) -> Path:
+    return write_export(asleep, tmp_path / "alora")
+
+
+def test_the_folder_says_when_the_adapter_wakes(
+    asleep: SelfCalibrationModule, alora: Path, adapter: Path, tiny_model: str
+) -> None:
+    config, suffix = json.loads((alora / "adapter_config.json").read_text()), asleep.chat.query.suffix_ids
+    assert config["alora_invocation_tokens"] == list(suffix) == read_manifest(alora)["prompt"]["suffix_ids"]
+    assert (config["base_model_name_or_path"], config["revision"]) == (tiny_model, None)
+    assert (config["r"], config["lora_alpha"], sorted(config["target_modules"])) == (4, 8, ["q_proj", "v_proj"])
+    assert read_invocation_ids(str(alora)) == suffix
+    assert read_manifest(alora)["activated"] is True
+    assert read_invocation_ids(str(adapter)) is None
+    assert "alora" not in (adapter / "README.md").read_text().lower()
+
+
+@torch.no_grad()
+def test_plain_peft_states_the_same_confidences(asleep: SelfCalibrationModule, alora: Path) -> None:
+    batch = batch_of(MIXED[:8], asleep.chat)
+    wanted = asleep.confidence(batch).p_true.float()
+    found = AutoPeftModelForCausalLM.from_pretrained(alora, dtype=torch.float32).eval()  # finds the base by itself
+    torch.testing.assert_close(reference_p_true(found, batch, asleep.chat), wanted, atol=1e-5, rtol=0)
+    with found.disable_adapter():
+        assert (reference_p_true(found, batch, asleep.chat) - wanted).abs().max() > 0.02
+
+
+@torch.no_grad()
+def test_the_model_card_can_be_followed(asleep: SelfCalibrationModule, alora: Path, tmp_path: Path) -> None:
+    card = (alora / "README.md").read_text()
+    assert "must not be merged" in card
+    script = tmp_path / "card.py"
+    script.write_text(card.partition("```python\n")[2].partition("```")[0])
+    confidence = runpy.run_path(str(script), init_globals={"folder": str(alora)})["confidence"]
+    question, response = "Ann has 3 apples and buys 4 more.", "So it is 7"
+    rows = asleep.chat.prompt_ids([Message("user", question)]), asleep.chat.response_ids(response)
+    ids = torch.tensor([[*rows[0], *rows[1], *asleep.chat.query.suffix_ids]])
+    row = batch_of(MIXED[:1], asleep.chat).replace(
+        input_ids=ids, attention_mask=torch.ones_like(ids), query_position=torch.tensor([ids.shape[1] - 1])
+    )
+    found = confidence([{"role": "user", "content": question}], response)
+    assert found == pytest.approx(asleep.confidence(row).p_true.item(), abs=1e-5)
+
+
+@pytest.mark.parametrize("source", ["adapter", "checkpoint", "of PEFT alone"])
+def test_merging_an_activated_adapter_is_refused(
+    source: str, asleep: SelfCalibrationModule, alora: Path, tmp_path: Path
+) -> None:
+    given = checkpoint(asleep, tmp_path / "last.ckpt") if source == "checkpoint" else str(alora)
+    if source == "of PEFT alone":
+        (alora / MANIFEST).unlink()
+    with pytest.raises(ValueError, match=r"change what the model generates.*`--adapter` with") as raised:
+        run_export(given, str(tmp_path / "merged"))
+    assert ("`--merge false`" in str(raised.value)) == (source == "checkpoint")
+    assert not (tmp_path / "merged").exists()
+
+
+def test_the_adapter_of_a_checkpoint_is_written(asleep: SelfCalibrationModule, alora: Path, tmp_path: Path) -> None:
+    given = checkpoint(asleep, tmp_path / "a.ckpt")
+    written = Path(run_export(given, str(tmp_path / "written"), merge=False))
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        assert (written / name).read_bytes() == (alora / name).read_bytes()
+    mine, theirs = read_manifest(alora), read_manifest(written)
+    for name in ("kind", "base_model", "prompt", "activated", "hyper_parameters", "quantization"):
+        assert mine[name] == theirs[name]
+    with pytest.raises(ValueError, match="A folder is an adapter already"):
+        run_export(str(alora), str(tmp_path / "again"), merge=False)
+    with pytest.raises(ValueError, match="`dtype` to be auto with `merge: false`"):
+        run_export(given, str(tmp_path / "again"), merge=False, dtype="float32")

@@ -1,15 +1,17 @@
 """FSDP2: one process, two DDP processes and two FSDP2 processes take one trajectory, in every way of training."""
 
 from dataclasses import replace
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.module_batches import NO_DROPOUT, Planned, module_of, quiet_trainer
+from support.module_batches import MIXED, NO_DROPOUT, Planned, batch_of, module_of, quiet_trainer
 from support.parallel_runs import Record, strategy_of
 from support.processes import run_processes
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.utils.data import DataLoader
 
 from selfcal_lightning.models.chat_format import ChatFormat, load_tokenizer
 from selfcal_lightning.models.lora import LoraSettings
@@ -67,6 +69,35 @@ def test_one_trajectory(tiny_model: str, tmp_path: Path, case: str) -> None:
         assert part_of_the_way(first[name]["state"], one["state"], start) < tolerance, name
         assert second[name]["losses"] == first[name]["losses"], name
         assert second[name]["state"] == {}, "only the first process keeps what is gathered"
+
+
+class Uneven(Planned):
+    """Seven validation batches of uneven size, five of them the first process's."""
+
+    def val_dataloader(self) -> DataLoader:
+        ends = list(accumulate((5, 1, 3, 2, 4, 6, 3), initial=0))
+        batches = [batch_of(MIXED[start:end], self.chat) for start, end in pairwise(ends)]
+        mine = batches if self.trainer.world_size == 1 else (batches[:5], batches[5:])[self.trainer.global_rank]
+        return DataLoader(mine, batch_size=None)
+
+
+def logged(tiny_model: str, chat: ChatFormat, world: int) -> dict[str, float]:
+    trainer = quiet_trainer(devices=world, num_sanity_val_steps=0, log_every_n_steps=1)
+    trainer.fit(module_of(tiny_model, lr=1e-9), datamodule=Uneven(chat, 8 // world))
+    return {name: value.item() for name, value in trainer.callback_metrics.items()}
+
+
+def test_what_uneven_processes_log_is_what_one_logs(tiny_model: str, chat: ChatFormat, tmp_path: Path) -> None:
+    """The mean of `self.log(..., sync_dist=True)` weighed processes with unequal rows wrongly."""
+    alone, ranks = logged(tiny_model, chat, 1), run_processes(logged, tmp_path, tiny_model, chat, 2)
+    assert alone["val/count/Responses"] == 24
+    validated = {name: value for name, value in alone.items() if name.startswith("val/")}
+    assert {"val/calibration/ECE", "val/discrimination/AUROC", "val/calibration/Brier"} <= validated.keys()
+    for values in ranks:
+        assert values.keys() == alone.keys()
+        assert {name: values[name] for name in validated} == pytest.approx(validated, rel=0.0, abs=1e-6, nan_ok=True)
+        for name in ("train/loss/Calibration", "train/loss/Generation", "train/Confidence", "train/TargetAboveEta"):
+            assert values[name] == pytest.approx(alone[name], rel=1e-5), name
 
 
 def take_a_checkpoint(tiny_model: str) -> Any:
@@ -139,21 +170,13 @@ def test_bfloat16_weights_and_gathering_in_bfloat16(tiny_model: str, tmp_path: P
         assert part_of_the_way(*b_only, zeros) < 0.2, precision
 
 
-def refuse(tiny_model: str) -> Any:
-    def message(strategy: AdapterModelParallelStrategy) -> str:
-        trainer = quiet_trainer(strategy=strategy, devices=2)
-        with pytest.raises(ValueError, match=r"parallel_size|precision") as caught:
-            trainer.fit(module_of(tiny_model), datamodule=Planned(ChatFormat(load_tokenizer(tiny_model)), 4))
-        return str(caught.value)
-
-    wrong = ({"gather_bfloat16": True}, {"data_parallel_size": 4})
-    return [message(AdapterModelParallelStrategy(**one)) for one in wrong]
-
-
-def test_wrong_settings_are_refused(tiny_model: str, tmp_path: Path) -> None:
-    for messages in run_processes(refuse, tmp_path, tiny_model):
-        assert "`gather_bfloat16` needs `trainer.precision` bf16-mixed, but got 32-true" in messages[0]
-        assert "`data_parallel_size` 4 must divide the number of processes, 2" in messages[1]
+def test_wrong_settings_are_refused(tiny_model: str) -> None:
+    strategy = quiet_trainer(strategy=AdapterModelParallelStrategy(data_parallel_size=4), devices=2).strategy
+    with pytest.raises(ValueError, match="`data_parallel_size` 4 must divide the number of processes, 2"):
+        strategy.setup_environment()
+    strategy = quiet_trainer(strategy=AdapterModelParallelStrategy(gather_bfloat16=True), devices=2).strategy
+    with pytest.raises(ValueError, match=r"`gather_bfloat16` needs `trainer.precision` bf16-mixed, but got 32-true"):
+        strategy.load_model(tiny_model)
 
 
 def evaluate_then_train(tiny_model: str) -> Any:

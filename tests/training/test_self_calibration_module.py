@@ -2,6 +2,7 @@ import math
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,6 +30,7 @@ from torch.utils.data import DataLoader
 
 from selfcal_lightning.models.chat_format import ChatFormat
 from selfcal_lightning.models.lora import LoraSettings
+from selfcal_lightning.models.quantization import quantized_layers
 from selfcal_lightning.training.self_calibration import BAR, SelfCalibrationModule
 
 SHALLOW = True
@@ -140,6 +142,38 @@ def test_only_large_micro_batches_are_recomputed(tiny_model: str, chat: ChatForm
     assert all(largest_difference(states[0], state) == 0.0 for state in states.values())
 
 
+class Gradients(Callback):
+    """Notes before each step whether a B, which is where all of the first step goes, has no gradient."""
+
+    def __init__(self) -> None:
+        self.missing: list[bool] = []
+
+    def on_before_optimizer_step(self, trainer: Trainer, module: LightningModule, optimizer: Any) -> None:
+        gradients = [value.grad for name, value in module.named_parameters() if "lora_B" in name]
+        self.missing.append(any(one is None or not one.any() for one in gradients))
+
+
+NF4 = [{"quantization": "nf4", "torch_dtype": dtype} for dtype in ("float32", "bfloat16")]
+EVALUATED = [("validate", {"gradient_checkpointing": True}), *product(("validate", "sanity check"), NF4)]
+
+
+@pytest.mark.parametrize(("evaluation", "settings"), EVALUATED, ids=str)
+def test_evaluation_leaves_gradients(tiny_model: str, chat: ChatFormat, evaluation: str, settings: dict) -> None:
+    """Bitsandbytes repacked the weights in the first evaluation on AVX512-BF16; then nothing was trained."""
+    if "quantization" in settings:
+        pytest.importorskip("bitsandbytes", reason="needs the extra qlora")
+    module, gradients = module_of(tiny_model, **settings), Gradients()
+    loader = DataLoader([batch_of(MIXED[:8], chat)], batch_size=None)
+    if evaluation == "validate":
+        quiet_trainer().validate(module, loader, verbose=False)
+    checked = {"num_sanity_val_steps": int(evaluation == "sanity check")}
+    quiet_trainer(callbacks=[gradients], max_epochs=3, **checked).fit(module, loader, loader)
+    assert gradients.missing == [False] * 3
+    for layer in quantized_layers(module):  # all that can be seen of the guard on CPUs without AVX512-BF16
+        assert not layer.support_avx512bf16_for_cpu
+        assert not getattr(layer.weight.quant_state, "packing_format_for_cpu", False)
+
+
 def test_full_fine_tuning_trains_every_weight_in_float32(tiny_model: str, chat: ChatFormat) -> None:
     module = module_of(tiny_model, lora=None, torch_dtype="auto", lr=1e-4)
     module.configure_model()
@@ -150,32 +184,29 @@ def test_full_fine_tuning_trains_every_weight_in_float32(tiny_model: str, chat: 
     assert all(not torch.equal(before[name], after[name]) for name in before)
 
 
-@pytest.mark.parametrize(
-    ("device", "lora", "dtype"),
-    [("cpu", NO_DROPOUT, "float32"), ("cuda", NO_DROPOUT, "auto"), ("cuda", None, "float32")],
-)
 def test_auto_dtype_follows_the_device_that_the_trainer_will_use(
-    tiny_model: str, monkeypatch: pytest.MonkeyPatch, device: str, lora: Any, dtype: str
+    tiny_model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The hook runs before the module is moved, so that the module's own device says nothing."""
     load = Mock(side_effect=InterruptedError)
     monkeypatch.setattr("selfcal_lightning.models.causal_lm.load_causal_lm", load)
-    module = module_of(tiny_model, lora=lora, torch_dtype="auto")
-    module._trainer = SimpleNamespace(strategy=SingleDeviceStrategy(torch.device(device)), precision="32-true")
-    with pytest.raises(InterruptedError):
-        module.configure_model()
-    assert load.call_args.kwargs["dtype"] == dtype
+    cases = [("cpu", NO_DROPOUT, "float32"), ("cuda", NO_DROPOUT, "auto"), ("cuda", None, "float32")]
+    for device, lora, dtype in cases:
+        module = module_of(tiny_model, lora=lora, torch_dtype="auto")
+        module._trainer = SimpleNamespace(strategy=SingleDeviceStrategy(torch.device(device)), precision="32-true")
+        with pytest.raises(InterruptedError):
+            module.configure_model()
+        assert load.call_args.kwargs["dtype"] == dtype
 
 
-@pytest.mark.parametrize(("spreads", "warned"), [([0.001] * 5, True), ([0.001] * 4 + [0.2], False), ([0.0] * 4, False)])
-def test_a_collapse_is_told_at_the_end(
-    tiny_model: str, capsys: pytest.CaptureFixture[str], spreads: list[float], warned: bool
-) -> None:
+def test_a_collapse_is_told_at_the_end(tiny_model: str, capsys: pytest.CaptureFixture[str]) -> None:
     module = module_of(tiny_model)
     module._trainer = SimpleNamespace(is_global_zero=True)
-    module._spreads.extend(spreads)
-    module.on_train_end()
-    assert ("training has collapsed" in " ".join(capsys.readouterr().err.split())) == warned
+    for spreads, warned in (([0.001] * 5, True), ([0.001] * 4 + [0.2], False), ([0.0] * 4, False)):
+        module._spreads.clear()
+        module._spreads.extend(spreads)
+        module.on_train_end()
+        assert ("training has collapsed" in " ".join(capsys.readouterr().err.split())) == warned
 
 
 def test_logged_values(tiny_model: str, chat: ChatFormat) -> None:
@@ -216,12 +247,9 @@ def test_the_share_above_eta_is_of_targets_and_not_of_weights(exact: bool, pool:
     share = (batch.target > 0.3).float().mean().item()
     assert 0.3 < share < 0.9
     assert trainer.callback_metrics["train/TargetAboveEta"].item() == pytest.approx(share)
-
-
-def test_the_share_above_eta_is_unknown_without_a_threshold(tiny_model: str, chat: ChatFormat) -> None:
-    trainer = quiet_trainer(log_every_n_steps=1)
-    trainer.fit(module_of(tiny_model), DataLoader([batch_of(MIXED[:4], chat)], batch_size=None))
-    assert trainer.callback_metrics["train/TargetAboveEta"].isnan()
+    alone = quiet_trainer(log_every_n_steps=1)
+    alone.fit(module_of(pool.model), DataLoader([batch], batch_size=None))
+    assert alone.callback_metrics["train/TargetAboveEta"].isnan(), "unknown without a data module that has an eta"
 
 
 def test_validation_and_test_score_the_pool(tiny_model: str, chat: ChatFormat) -> None:
@@ -301,23 +329,19 @@ def test_checkpoint_of_another_adapter_is_refused(kept: tuple[Path, Any], tmp_pa
         SelfCalibrationModule.load_from_checkpoint(tmp_path / "part.ckpt")
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"lora": replace(NO_DROPOUT, alpha=64)}, r"`lora\.alpha` was 8 and is 64\. Restore"),
+def test_training_does_not_go_on_with_other_settings(tiny_model: str, chat: ChatFormat, kept: tuple[Path, Any]) -> None:
+    rows = DataLoader([batch_of(MIXED[:8], chat)], batch_size=None)
+    other_scale = {"lora": replace(NO_DROPOUT, alpha=64)}  # which changes what the adapter says
+    for settings, message in (
+        (other_scale, r"`lora\.alpha` was 8 and is 64\. Restore"),
         ({"lora": replace(NO_DROPOUT, dropout=0.5)}, r"`lora\.dropout` was 0\.0"),
         ({"lr": 1e-4, "omega": 0.7}, r"`lr` was 0\.01 and is 0\.0001 and `omega` was 0\.1 and is 0\.7"),
         ({"seed": 1}, "`seed` was 0 and is 1.*or start a new run without"),
-    ],
-)
-def test_training_does_not_go_on_with_other_settings(
-    tiny_model: str, chat: ChatFormat, kept: tuple[Path, Any], settings: dict[str, Any], message: str
-) -> None:
-    rows = DataLoader([batch_of(MIXED[:8], chat)], batch_size=None)
-    with pytest.raises(ValueError, match=message):
-        quiet_trainer(max_epochs=2).fit(module_of(tiny_model, **settings), rows, ckpt_path=kept[0])
-    with pytest.raises(ValueError, match=message) if "alpha" in message else nullcontext():
-        quiet_trainer().validate(module_of(tiny_model, **settings), rows, ckpt_path=kept[0])
+    ):
+        with pytest.raises(ValueError, match=message):
+            quiet_trainer(max_epochs=2).fit(module_of(tiny_model, **settings), rows, ckpt_path=kept[0])
+        with pytest.raises(ValueError, match=message) if settings is other_scale else nullcontext():
+            quiet_trainer().validate(module_of(tiny_model, **settings), rows, ckpt_path=kept[0])
 
 
 def test_training_goes_on_elsewhere(tiny_model: str, chat: ChatFormat, kept: tuple[Path, Any], tmp_path: Path) -> None:

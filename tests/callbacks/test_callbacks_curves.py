@@ -96,15 +96,6 @@ def test_a_resumed_run_keeps_the_start_that_it_compares_with(tiny_model: str, st
 
 
 @pytest.mark.slow
-def test_two_processes_draw_once_and_the_same(tiny_model: str, store: Path, tmp_path: Path) -> None:
-    run(tiny_model, store, tmp_path / "one", CalibrationCurve(), max_steps=1)
-    run(tiny_model, store, tmp_path / "two", CalibrationCurve(), max_steps=1, devices=2, strategy="ddp_fork")
-    one, two = (events(tmp_path / name).Scalars("val/calibration/ECE") for name in ("one", "two"))
-    assert [scalar.step for scalar in one] == [scalar.step for scalar in two] == [0, 1]
-    assert one[0].value == pytest.approx(two[0].value, abs=1e-6)
-
-
-@pytest.mark.slow
 def test_without_validation_questions_nothing_is_drawn(bundled_model: str, tmp_path: Path) -> None:
     """Of another store, since one that holds a validation split is validated on."""
     data = data_module(bundled_model, tmp_path / "store", validation=[])

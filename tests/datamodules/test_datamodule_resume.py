@@ -56,16 +56,6 @@ def test_a_stopped_run_goes_on_with_the_very_next_rows(
         assert rest == [entry for entry in unbroken if entry[0] >= stop], f"stopped after step {stop}"
 
 
-@pytest.mark.parametrize("with_validation", [True, False])
-def test_ends_of_epochs_and_runs_of_steps(pool: Pool, store_dir: str, tmp_path: Path, with_validation: bool) -> None:
-    limits = {} if with_validation else {"limit_val_batches": 0}
-    for name, settings in {"epochs": {}, "steps": {"max_epochs": -1, "max_steps": 22}}.items():
-        unbroken = fit(pool.data(store_dir), **keeping(tmp_path / name, "epoch"), **settings, **limits).seen
-        rest = fit(pool.data(store_dir), ckpt_path=str(tmp_path / name / "epoch=0.ckpt"), **settings, **limits).seen
-        assert rest == [entry for entry in unbroken if entry[0] >= 11], name
-        assert len(unbroken) == 22
-
-
 @pytest.mark.parametrize("length", [{"max_epochs": 3}, {"max_epochs": -1, "max_steps": 33}])
 @pytest.mark.parametrize("validated", [0, 1])
 @pytest.mark.parametrize(("before", "after"), [((2, 2), (4, 1)), ((4, 1), (2, 2))])
@@ -203,6 +193,11 @@ def rounds_dir(pool: Pool) -> str:
     return path
 
 
+def rounds_of(loader: Any) -> tuple[int, ...]:
+    """Return of which rounds the rows of a loader are."""
+    return tuple(sorted({int(re.search(r"round-(\d+)", file)[1]) for file in loader.dataset.table.index.files}))
+
+
 class RoundRecorder(Recorder):
     """Remembers of which rounds the rows of every epoch's loader are."""
 
@@ -211,32 +206,24 @@ class RoundRecorder(Recorder):
         self.rounds: list[tuple[int, ...]] = []
 
     def on_train_epoch_start(self) -> None:
-        files = self.trainer.train_dataloader.dataset.table.index.files
-        self.rounds.append(tuple(sorted({int(re.search(r"round-(\d+)", file)[1]) for file in files})))
+        self.rounds.append(rounds_of(self.trainer.train_dataloader))
 
 
-@pytest.mark.parametrize(
-    ("every", "rule", "expected"),
-    [
+def test_every_epoch_reads_its_round(pool: Pool, rounds_dir: str) -> None:
+    for every, rule, expected in (
         (1, "replace", [(0,), (1,), (2,)]),
         (1, "mix", [(0,), (0, 1), (0, 1, 2)]),
         (2, "replace", [(0,), (0,), (1,), (1,), (2,)]),
         (None, "mix", [(0,), (0,)]),
-    ],
-)
-def test_every_epoch_reads_its_round(
-    pool: Pool, rounds_dir: str, every: int | None, rule: str, expected: list[tuple[int, ...]]
-) -> None:
-    data = pool.data(rounds_dir, regenerate_every_n_epochs=every, round_rule=rule)
-    recorder = RoundRecorder()
-    fit(data, module=recorder, max_epochs=len(expected), **RELOAD)
-    assert recorder.rounds == expected
+    ):
+        data, recorder = pool.data(rounds_dir, regenerate_every_n_epochs=every, round_rule=rule), RoundRecorder()
+        fit(data, module=recorder, max_epochs=len(expected), **RELOAD)
+        assert recorder.rounds == expected
 
 
-@pytest.mark.parametrize(("rule", "rounds"), [("replace", {1}), ("mix", {0, 1})])
-def test_a_fixed_round_is_mixed_with_those_before_it(pool: Pool, rounds_dir: str, rule: str, rounds: set[int]) -> None:
-    files = pool.data(rounds_dir, round=1, round_rule=rule).train_dataloader().dataset.table.index.files
-    assert {int(re.search(r"round-(\d+)", file)[1]) for file in files} == rounds
+def test_a_fixed_round_is_mixed_with_those_before_it(pool: Pool, rounds_dir: str) -> None:
+    for rule, rounds in {"replace": (1,), "mix": (0, 1)}.items():
+        assert rounds_of(pool.data(rounds_dir, round=1, round_rule=rule).train_dataloader()) == rounds
 
 
 def test_mixed_targets_count_the_samples_of_all_rounds_by_hand(pool: Pool) -> None:

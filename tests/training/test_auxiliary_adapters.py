@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from support.module_batches import NO_DROPOUT, module_of, quiet_trainer
 from support.probe_plugin import StopAt
 from support.ssc_pools import Pool
-from support.trainers import SaveAt
+from support.training_runs import SaveAt
 
 from selfcal_lightning.callbacks.adapter_export import AdapterExport
 from selfcal_lightning.commands.export import run_export
@@ -134,16 +134,15 @@ def test_the_plan_counts_every_adapter(pool: Pool) -> None:
     assert "with auxiliary model, short, ranked" in plans[1].model[0]
 
 
-@pytest.mark.parametrize(
-    ("auxiliary", "data", "message"),
-    [
-        ({"target": "votes"}, {}, r"`auxiliary\.other\.target` to be one of .*but got 'votes'"),
-        ({"query": DEFAULT_QUERY * 3}, {}, "query of 'other' in `auxiliary` must be at most as long as `query`"),
-        ({}, {"num_buckets": 4}, "`num_buckets` must be 1 with auxiliary adapters, but got 4"),
-        ({"teacher_share": 0.5}, {}, r"`teacher_share` 0\.5 needs a `teacher`"),
-    ],
-)
-def test_refusals(auxiliary: Given, data: Given, message: str, pool: Pool, store_dir: str) -> None:
-    module = module_of(pool.model, lora=ACTIVATED, auxiliary={"other": AuxiliarySettings(**auxiliary)})
-    with pytest.raises(ValueError, match=message):
-        quiet_trainer(limit_val_batches=0).fit(module, datamodule=pool.data(store_dir, **{**ROWS, **data}))
+def test_refusals(pool: Pool, store_dir: str) -> None:
+    for auxiliary, buckets, message in (
+        (
+            AuxiliarySettings(query=DEFAULT_QUERY * 3),
+            None,
+            "query of 'other' in `auxiliary` must be at most as long as",
+        ),
+        (AuxiliarySettings(), 4, "`num_buckets` must be 1 with auxiliary adapters, but got 4"),
+    ):
+        module = module_of(pool.model, lora=ACTIVATED, auxiliary={"other": auxiliary})
+        with pytest.raises(ValueError, match=message):
+            quiet_trainer().fit(module, datamodule=pool.data(store_dir, **{**ROWS, "num_buckets": buckets}))

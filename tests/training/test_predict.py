@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from support.command_lines import instantiated
 from support.probe_plugin import write_configuration
 from support.ssc_pools import Pool
 from support.training_runs import data_module, generation, module_of, trainer_with
@@ -20,7 +19,6 @@ from selfcal_lightning.datamodules.questions import QuestionSource
 from selfcal_lightning.models.lora import LoraSettings
 from selfcal_lightning.training.self_calibration import SelfCalibrationModule
 
-DEMO = Path(__file__).resolve().parents[2] / "configs" / "demo.yaml"
 NAME = "p_true_calibrated"
 Given = dict[str, Any] | None
 
@@ -136,30 +134,15 @@ def test_mistakes_are_named(tiny_model: str, store: Path) -> None:
         trainer_with(generation()).test(module_of(tiny_model), datamodule=data_module(tiny_model, store))
 
 
-@pytest.mark.parametrize(
-    ("changes", "named"), [({"use_dora": True}, "magnitude"), ({"use_rslora": True}, "`use_rslora`")], ids=str
-)
-def test_another_kind_of_adapter_fails(tiny_model: str, tmp_path: Path, changes: dict[str, bool], named: str) -> None:
+@pytest.mark.parametrize(("kind", "named"), [("use_dora", "magnitude"), ("use_rslora", "`use_rslora`")])
+def test_another_kind_of_adapter_fails(tiny_model: str, tmp_path: Path, kind: str, named: str) -> None:
     base = AutoModelForCausalLM.from_pretrained(tiny_model)
-    lora = LoraConfig(r=4, lora_alpha=16, target_modules=list(LoraSettings().target_modules), **changes)
+    lora = LoraConfig(r=4, lora_alpha=16, target_modules=list(LoraSettings().target_modules), **{kind: True})
     get_peft_model(base, lora).save_pretrained(tmp_path)
     module = module_of(tiny_model)
     module.load_export(tmp_path)
     with pytest.raises(ValueError, match=f"{named}.*not loaded here"):
         module.configure_model()
-
-
-@pytest.mark.parametrize("options", [["--confidence_writer.name", "mine"], []])
-def test_only_the_predict_verb_brings_the_writer(
-    tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str]
-) -> None:
-    def writers(verb: str, *more: str) -> list[str]:
-        words = [verb, "--config", str(DEMO), "--model.init_args.base_model", tiny_model, *more]
-        cli = instantiated(words, monkeypatch)
-        return [callback.name for callback in cli.trainer.callbacks if isinstance(callback, ConfidenceWriter)]
-
-    assert writers("predict", *options) == [options[-1] if options else NAME]
-    assert writers("fit") == []
 
 
 @pytest.mark.slow

@@ -1,6 +1,5 @@
 import json
 import math
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +8,13 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from safetensors.torch import load_file
+from support.other_models import plain_copy
 from support.parallel_runs import Record
 from support.probe_plugin import StopAt
 from support.reward_models import head_of, stand_in
 from support.ssc_pools import TRAIN, VALIDATION, Pool
 from support.training_runs import generation, trainer_with
-from transformers import AutoModelForTokenClassification, AutoTokenizer
+from transformers import AutoModelForTokenClassification
 
 from selfcal_lightning.callbacks.adapter_export import AdapterExport
 from selfcal_lightning.commands.export import run_export
@@ -128,9 +128,9 @@ def test_places_are_the_prompt_and_the_ends_of_sentences(pool: Pool, store_dir: 
 
 def test_a_run_logs_calibration_at_the_ends_and_at_every_place(whole: Whole) -> None:
     folder, logged = whole
-    for name in ("calibration/Brier", "calibration/ECE", "discrimination/AUROC", "steps/Brier", "steps/ECE",
-                 "steps/Pinball", "steps/BelowLow", "first/steps/Brier", "end/steps/Bias"):  # fmt: skip
-        assert math.isfinite(logged[f"val/{name}"]), name
+    assert math.isfinite(logged["val/discrimination/AUROC"])
+    for name in ("Brier", "ECE", "Pinball", "BelowLow"):
+        assert all(math.isfinite(logged[f"val/{place}steps/{name}"]) for place in ("", "first/", "end/")), name
     assert logged["val/end/steps/Brier"] == pytest.approx(logged["val/calibration/Brier"], abs=1e-6)
     checkpoint = torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)
     assert {name.split(".")[0] for name in checkpoint["state_dict"]} == {"head", "model"}
@@ -176,6 +176,14 @@ def test_two_processes_end_where_one_does(trained: dict[str, Any], pool: Pool, s
         torch.testing.assert_close(ends["two"][name], value, atol=1e-5, rtol=0.0)
 
 
+def stock_class(folder: Path, outputs: list[str]) -> Any:
+    """Load an export as the class of transformers that it says it is of."""
+    stock, loading = AutoModelForTokenClassification.from_pretrained(folder, output_loading_info=True)
+    assert not any(loading[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert list(stock.config.id2label.values()) == outputs
+    return stock.eval()
+
+
 def test_its_export_is_read_as_it_was_trained(whole: Whole, pool: Pool, store_dir: str) -> None:
     folder = whole[0] / "model"
     check_files(folder)
@@ -189,31 +197,20 @@ def test_its_export_is_read_as_it_was_trained(whole: Whole, pool: Pool, store_di
     (batch,) = data_of(pool.model, store_dir, validation_batch_size=40).val_dataloader()
     with torch.no_grad():
         scores = module.scores(batch)
-    trained = {(q, n): value for q, n, value in zip(
-        batch.question_index.tolist(), batch.row.tolist(), batch.at_ends(scores.mean).tolist(), strict=True
-    )}  # fmt: skip
+    trained = batch.at_ends(scores.mean)[batch.row.argsort()].tolist()
     samples = list(SampleStore(store_dir, num_samples=4).samples(split="validation"))
     reader = open_rewards(RewardSettings(str(folder)))
     read = [row[-1] for question in reader.read(samples) for row in question]
-    assert read == pytest.approx([trained[key] for key in sorted(trained)], abs=1e-5)
+    assert read == pytest.approx(trained, abs=1e-5)
     lower = [row[-1].low for question in reader.read_scores(samples) for row in question]
     assert all(low < mean for low, mean in zip(lower, read, strict=True))
     asked = [reader.score_paths(entry.question, [()])[0].mean for entry in samples]
     starts = scores.mean[batch.place_kind == 0].reshape(len(samples), -1)
     assert sorted(asked) == pytest.approx(sorted(starts[:, 0].tolist()), abs=1e-5)
-
-
-def test_its_export_is_a_stock_class_with_named_outputs(whole: Whole, pool: Pool, store_dir: str) -> None:
-    folder = str(whole[0] / "model")
-    stock, loading = AutoModelForTokenClassification.from_pretrained(folder, output_loading_info=True)
-    assert not any(loading[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    assert stock.config.id2label == {0: "mean", 1: "gap_below", 2: "gap_above"}
-    entry = next(SampleStore(store_dir).samples(split="validation"))
-    ids = [*entry.prompt_ids, *entry.samples[0].token_ids]
+    stock = stock_class(folder, ["mean", "gap_below", "gap_above"])
     with torch.no_grad():
-        raw = stock.eval()(torch.tensor([ids])).logits[0, -1]
-    (((*_, last), *_),) = open_rewards(RewardSettings(folder)).read([entry])
-    assert monotone_quantiles(raw).mean.item() == pytest.approx(last, abs=1e-5)
+        raw = stock(torch.tensor([[*samples[0].prompt_ids, *samples[0].samples[0].token_ids]])).logits[0, -1]
+    assert monotone_quantiles(raw).mean.item() == pytest.approx(read[0], abs=1e-5)
 
 
 def test_a_checkpoint_is_exported_and_a_folder_tells_its_format_and_steps(whole: Whole, tmp_path: Path) -> None:
@@ -231,19 +228,15 @@ def test_a_checkpoint_is_exported_and_a_folder_tells_its_format_and_steps(whole:
         check_rewards(RewardSettings(folder, steps="line"))
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"levels": [0.9, 0.1]}, r"`levels` in .* to rise within \(0, 1\)"),
-        ({"levels": [0.1, 0.5, 0.9]}, "must hold format, levels, steps, target"),
-        ({"steps": "word"}, r"`steps of .*` to be one of auto, .*, but got 'word'"),
-    ],
-)
-def test_a_damaged_description_is_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_a_damaged_description_is_refused(tmp_path: Path) -> None:
     content = {"format": "quantile-prm", "steps": "line", "levels": [0.1, 0.9], "target": "outcome"}
-    (tmp_path / "reward.json").write_text(json.dumps({**content, **changes}))
-    with pytest.raises(InputError, match=message):
-        read_reward_file(tmp_path)
+    for levels, message in (
+        ([0.9, 0.1], r"`levels` in .* to rise within \(0, 1\)"),
+        ([0.1, 0.5, 0.9], "must hold format"),
+    ):
+        (tmp_path / "reward.json").write_text(json.dumps({**content, "levels": levels}))
+        with pytest.raises(InputError, match=message):
+            read_reward_file(tmp_path)
 
 
 def test_a_trunk_is_not_trained_in_half_precision(pool: Pool, store_dir: str) -> None:
@@ -293,23 +286,20 @@ def test_steps_that_are_cut_off_are_no_places(pool: Pool, store_dir: str) -> Non
     (cut,) = data_of(pool.model, store_dir, validation_batch_size=40, max_length=longest).val_dataloader()
     assert len(cut.place) < len(whole.place)
     assert max(tree.prompt + max(tree.branches) for tree in cut.trees) <= longest
-    kept, had = (
-        {row: int((batch.place_row == place).sum()) for place, row in enumerate(batch.row.tolist())}
-        for batch in (cut, whole)
-    )
-    ends = dict(zip(cut.row.tolist(), (cut.last_place >= 0).tolist(), strict=True))
-    assert ends == {row: kept[row] == had[row] for row in kept}, "a cut response has no end"
-    assert set(ends.values()) == {True, False}
+    kept, had = (torch.bincount(batch.place_row)[batch.row.argsort()] for batch in (cut, whole))
+    ends = (cut.last_place >= 0)[cut.row.argsort()]
+    assert torch.equal(ends, kept == had), "a cut response has no end"
+    assert set(ends.tolist()) == {True, False}
 
 
 def test_tokens_of_another_tokenizer_are_refused(pool: Pool, store_dir: str, tmp_path: Path) -> None:
     """The chat template and the query are the same; the digits 1 and 2 have changed places."""
-    other = Path(shutil.copytree(pool.model, tmp_path / "other"))
-    tokens = json.loads((other / "tokenizer.json").read_text())
+    file = Path(plain_copy(pool.model, tmp_path / "other"), "tokenizer.json")
+    tokens = json.loads(file.read_text())
     vocabulary = tokens["model"]["vocab"]
     vocabulary["1"], vocabulary["2"] = vocabulary["2"], vocabulary["1"]
-    (other / "tokenizer.json").write_text(json.dumps(tokens))
-    data = RewardDataModule(str(other), store_dir, num_samples=4, steps="sentence")
+    file.write_text(json.dumps(tokens))
+    data = data_of(str(file.parent), store_dir)
     with pytest.raises(InputError, match=r"not in the tokens of `base_model`.*Train on the policy that sampled them"):
         data.train_dataloader()
 
@@ -371,16 +361,6 @@ def test_no_chat_is_needed_where_the_format_has_none(tiny_model: str, store_dir:
     assert len(scores_of(module, public_data(publics, "math-shepherd", store_dir))) == 5 * 2
 
 
-def test_packed_rows_share_the_question(publics: dict[str, str], store_dir: str) -> None:
-    for name in ("qwen2.5-math-prm", "reasoneval"):
-        packed, apart = (
-            next(iter(public_data(publics, name, store_dir, packing=packing).val_dataloader()))
-            for packing in ("shared_prefix", "off")
-        )
-        assert len(packed.trees) == 5
-        assert packed.input_ids.numel() < 0.85 * apart.input_ids.numel()
-
-
 def fit_public(publics: dict[str, str], name: str, store: str, folder: Path, **changes: Any) -> Trainer:
     trainer = trainer_with(AdapterExport(str(folder)), max_steps=2)
     trainer.fit(public_module(publics, name, **changes), datamodule=public_data(publics, name, store))
@@ -397,15 +377,13 @@ def test_all_weights_are_exported_as_a_stock_class(publics: dict[str, str], stor
     assert all(not torch.equal(before[key], after[key]) for key in trunk if "embed" not in key)
     trained = scores_of(module.cpu(), public_data(publics, name, store_dir, packing="off"))
     assert_read_alike(trained, RewardSettings(str(folder)), store_dir)
-    stock, loading = AutoModelForTokenClassification.from_pretrained(folder, output_loading_info=True)
-    assert not any(loading[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    assert list(stock.config.id2label.values()) == ["mean_1", "mean_2", "gap_below", "gap_above"]
+    stock = stock_class(folder, ["mean_1", "mean_2", "gap_below", "gap_above"])
     assert "log(exp(mean_1) + exp(mean_2))" in (folder / "README.md").read_text()
     writer = public_data(publics, name, store_dir).collator().writer
     first = next(SampleStore(store_dir).samples(split="validation"))
     written = writer.write(first.question, first.samples[0].text)
     with torch.no_grad():
-        raw = stock.eval()(torch.tensor([written.ids])).logits[0, list(written.positions)]
+        raw = stock(torch.tensor([written.ids])).logits[0, list(written.positions)]
     assert monotone_quantiles(folded_outputs(raw)).mean.tolist() == pytest.approx(trained[0], abs=1e-5)
     again = public_module(publics, name, full=True)
     again.load_export(folder)
@@ -427,8 +405,8 @@ def test_a_head_of_two_layers_is_no_classifier(publics: dict[str, str], store_di
     assert_read_alike(trained_scores, RewardSettings(str(folder)), store_dir)
 
 
-def test_starts_that_cannot_be(publics: dict[str, str], tiny_model: str, store_dir: str, tmp_path: Path) -> None:
-    """What else a model may lack is refused by the same checks as in `test_a_damaged_model_is_refused`."""
+def test_starts_that_cannot_be(publics: dict[str, str], store_dir: str) -> None:
+    """What else a model may lack is refused by the same checks as in `test_damaged_models`."""
     module = public_module(publics, "trl-prm")
     with pytest.raises(InputError, match=r"`format` is 'trl-prm' in the module"):
         trainer_with(max_steps=1).fit(module, datamodule=public_data(publics, "reasoneval", store_dir))
@@ -436,12 +414,6 @@ def test_starts_that_cannot_be(publics: dict[str, str], tiny_model: str, store_d
         trainer_with(generation(), max_steps=1).fit(module, datamodule=public_data(publics, "trl-prm", store_dir))
     with pytest.raises(InputError, match=r"score\.weight, score\.bias is missing"):
         public_module(publics, "reasoneval", format="trl-prm").configure_model()
-    grown = stand_in(tiny_model, tmp_path / "m", reward_format("trl-prm"))
-    tokenizer = AutoTokenizer.from_pretrained(grown)
-    tokenizer.add_tokens(["<one>"])
-    tokenizer.save_pretrained(grown)
-    with pytest.raises(InputError, match="has 629 tokens"):
-        public_module({"trl-prm": grown}, "trl-prm").configure_model()
 
 
 def test_responses_that_cannot_be_written_are_counted_and_teach_nothing(publics: dict[str, str], pool: Pool) -> None:

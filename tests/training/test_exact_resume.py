@@ -35,13 +35,12 @@ class Runner:
         words = [str(WORKER), self.model, str(folder), "--store", str(self.store), "--strategy", self.strategy]
         words += [*(["--activated"] if self.activated else []), *options]
         said = folder.with_name(f"{folder.name}.log")
-        if self.launcher:
-            torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(self.processes)]
-            with said.open("ab") as log:
-                command = [sys.executable, *torchrun, *words]
-                status = subprocess.run(command, stdout=log, stderr=log, timeout=SECONDS, check=False).returncode
-        else:
-            status = run_forked(words, said, ranks=self.processes, limit=SECONDS)
+        if not self.launcher:
+            return run_forked(words, said, ranks=self.processes, limit=SECONDS), said.read_text()
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(self.processes)]
+        with said.open("ab") as log:
+            command = [sys.executable, *torchrun, *words]
+            status = subprocess.run(command, stdout=log, stderr=log, timeout=SECONDS, check=False).returncode
         return status, said.read_text()
 
     def unbroken(self, folder: Path, *options: str) -> Path:
@@ -50,25 +49,22 @@ class Runner:
         return folder
 
 
-def lines(folder: Path) -> dict[str, dict[tuple[int, int], Any]]:
+def seen(folder: Path, rank: int = 0) -> list[dict[str, Any]]:
+    """Return what a process saw at every micro-batch to which it came, over all starts."""
+    return [json.loads(line) for line in (folder / f"rank-{rank}.jsonl").read_text().splitlines()]
+
+
+def last_seen(folder: Path) -> list[dict[tuple[int, int], Any]]:
     """Return what each process saw at each (epoch, micro-batch), the last time it was there."""
-    return {
-        file.name: {(line["epoch"], line["batch"]): line for line in map(json.loads, file.read_text().splitlines())}
-        for file in sorted(folder.glob("rank-*.jsonl"))
-    }
-
-
-def first_and_second(folder: Path, rank: int = 0) -> list[tuple[int, int]]:
-    """Return every (epoch, micro-batch) in the order in which a process came to it, over all starts."""
-    text = (folder / f"rank-{rank}.jsonl").read_text().splitlines()
-    return [(line["epoch"], line["batch"]) for line in map(json.loads, text)]
+    ranks = range(len(list(folder.glob("rank-*.jsonl"))))
+    return [{(line["epoch"], line["batch"]): line for line in seen(folder, rank)} for rank in ranks]
 
 
 def assert_same_end(mine: Path, theirs: Path) -> None:
     """Hold adapter, optimiser, schedule, counters, random states and the way there of two runs against each other."""
     for rank, end in enumerate(sorted(theirs.glob("end-*.json"))):
         assert json.loads((mine / end.name).read_text()) == json.loads(end.read_text()), f"process {rank}"
-    assert lines(mine) == lines(theirs)
+    assert last_seen(mine) == last_seen(theirs)
     adapter = "adapter/adapter_model.safetensors"
     assert (mine / adapter).read_bytes() == (theirs / adapter).read_bytes()
 
@@ -90,7 +86,7 @@ def pair(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Pair:
         processes = 1 if strategy == "auto" else 2
         runner = Runner(tiny_model, folder / "store", strategy=strategy, processes=processes, activated=activated)
         whole = runner.unbroken(folder / strategy)
-        assert len(first_and_second(whole)) == MICRO_BATCHES
+        assert len(seen(whole)) == MICRO_BATCHES
         return runner, whole
 
     return of
@@ -105,10 +101,10 @@ def test_after_sigterm_in_the_middle_of_an_optimiser_step(pair: Pair, tmp_path: 
     assert status == 75, said
     assert "SIGTERM asked this run to stop; the checkpoint of step 3 is" in said
     assert not (tmp_path / "run" / "adapter").exists(), "what is half trained must not be exported"
-    assert len(first_and_second(tmp_path / "run")) == 6
+    assert len(seen(tmp_path / "run")) == 6
     assert (tmp_path / "run" / "checkpoints" / "last-preempted.ckpt").stat().st_size < 1_000_000, "the adapter alone"
     one.unbroken(tmp_path / "run", *options)
-    assert len(first_and_second(tmp_path / "run")) == MICRO_BATCHES, "no row is seen twice"
+    assert len(seen(tmp_path / "run")) == MICRO_BATCHES, "no row is seen twice"
     assert_same_end(tmp_path / "run", whole)
 
 
@@ -126,7 +122,7 @@ def test_after_sigkill(pair: Pair, tmp_path: Path, place: str, number: int, seen
     status, said = one.start(tmp_path / "run", *options)
     assert status == -9, said
     one.unbroken(tmp_path / "run", *options)
-    assert len(first_and_second(tmp_path / "run")) == MICRO_BATCHES + seen_again
+    assert len(seen(tmp_path / "run")) == MICRO_BATCHES + seen_again
     assert_same_end(tmp_path / "run", whole)
 
 
@@ -139,7 +135,7 @@ def test_an_activated_adapter_after_sigkill_inside_an_optimiser_step(pair: Pair,
     status, said = runner.start(tmp_path / "run", *options)
     assert status != 0, said
     runner.unbroken(tmp_path / "run", *options)
-    assert len(first_and_second(tmp_path / "run", rank=last)) == MICRO_BATCHES + 1
+    assert len(seen(tmp_path / "run", rank=last)) == MICRO_BATCHES + 1
     assert_same_end(tmp_path / "run", whole)
 
 
@@ -177,7 +173,7 @@ def test_two_processes(pair: Pair, tmp_path: Path, strategy: str, strike: str) -
     assert (tmp_path / "run" / "checkpoints" / "last-preempted.ckpt").exists() == stopped, said
     assert not (tmp_path / "run" / "adapter").exists()
     two.unbroken(tmp_path / "run", *options)
-    assert len(first_and_second(tmp_path / "run", rank=1)) == MICRO_BATCHES + (0 if stopped else 1)
+    assert len(seen(tmp_path / "run", rank=1)) == MICRO_BATCHES + (0 if stopped else 1)
     assert_same_end(tmp_path / "run", whole_of_two)
 
 
@@ -190,7 +186,7 @@ def test_children_of_lightning_let_the_first_end(pair: Pair, tmp_path: Path, mon
     assert status == 75, said
     assert (tmp_path / "lingered").exists()
     assert "ends with status 75" in said
-    assert len(lines(tmp_path)) == 2, "two processes trained"
+    assert len(last_seen(tmp_path)) == 2, "two processes trained"
 
 
 @pytest.mark.slow
@@ -202,7 +198,7 @@ def test_two_processes_stopped_while_sampling(pair: Pair, tmp_path: Path, strike
     status, said = own.start(tmp_path / "run", *options)
     assert status != 0, said
     assert len(SampleStore(tmp_path / "store").question_ids(include_parts=True)) < 11
-    assert not lines(tmp_path / "run"), "nothing was trained on"
+    assert not last_seen(tmp_path / "run"), "nothing was trained on"
     own.unbroken(tmp_path / "run", *options)
     assert samples(own.store) == samples(two.store)
     assert_same_end(tmp_path / "run", whole_of_two)

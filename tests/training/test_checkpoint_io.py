@@ -3,6 +3,7 @@ import io
 import os
 import pickle
 import random
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,27 +12,24 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.command_lines import instantiated
 from support.house import FillStore
 from support.kill_worker import die_at
 from support.module_batches import quiet_trainer
 from support.training_runs import data_module
 from torch.utils.data import DataLoader
 
-from selfcal_lightning.cli import run
-from selfcal_lightning.commands.lightning_cli import SelfCalibrationCLI
-from selfcal_lightning.commands.trainer_start import DATA_MODULE, MODULE
 from selfcal_lightning.datamodules.ssc.sampler import outlive_signals
-from selfcal_lightning.models.folders import base_model_identity
+from selfcal_lightning.models.folders import config_path
 from selfcal_lightning.training.checkpoints import AtomicCheckpointIO, random_states, restore_random_states
 from selfcal_lightning.training.model_parallel import AdapterModelParallelStrategy
-from selfcal_lightning.training.self_calibration import SelfCalibrationModule
 
 SHALLOW = True
 
 
-def checkpoint_of(value: float, **more: Any) -> dict[str, Any]:
+def checkpoint_of(value: float) -> dict[str, Any]:
     lightning = {"pytorch-lightning_version": "2.6.6", "epoch": 0, "global_step": 1}
-    return {"state_dict": {"weight": torch.full((500,), value)}, **lightning, **more}
+    return {"state_dict": {"weight": torch.full((500,), value)}, **lightning}
 
 
 @pytest.fixture
@@ -85,51 +83,38 @@ def test_an_address_is_no_folder_on_this_disk(tmp_path: Path, monkeypatch: pytes
     assert AtomicCheckpointIO().load_checkpoint(address)["state_dict"]["weight"][0] == 2.0
     with pytest.raises(ValueError, match=r"as a string, not as a `Path`, which made it 'memory:/b/run/last\.ckpt'"):
         AtomicCheckpointIO().save_checkpoint(checkpoint_of(2.0), Path(address))
-    strategy = AdapterModelParallelStrategy()
-    refusal = f"a disk that all processes see, but got '{address}'"
-    with pytest.raises(ValueError, match=refusal):
-        strategy.save_checkpoint(checkpoint_of(2.0), address)
-    with pytest.raises(ValueError, match=refusal):
-        strategy.load_checkpoint(address)
+    with pytest.raises(ValueError, match=f"a disk that all processes see, but got '{address}'"):
+        AdapterModelParallelStrategy().save_checkpoint(checkpoint_of(2.0), address)
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(
-    ("content", "found"),
-    [
+def saved(content: object) -> bytes:
+    file = io.BytesIO()
+    torch.save(content, file)
+    return file.getvalue()
+
+
+def test_what_is_no_whole_checkpoint_is_refused_with_a_way_out(path: Path) -> None:
+    whole, foreign = path.read_bytes(), path.with_name("foreign.ckpt")
+    for content, found in (
         (b"", "is an empty file"),
         (b"not a checkpoint", "is another kind of file, which begins with b'not '"),
         (pickle.dumps({"state_dict": {}}), "is another kind of file"),
-    ],
-)
-def test_a_foreign_file_is_refused_with_a_way_out(path: Path, content: bytes, found: str) -> None:
-    foreign = path.with_name("foreign.ckpt")
-    foreign.write_bytes(content)
-    with pytest.raises(ValueError, match=found) as refused:
-        AtomicCheckpointIO().load_checkpoint(foreign)
-    assert f"{foreign} {found}" in str(refused.value)
-    assert f"Another one in its folder is {path}." in str(refused.value)
-    path.unlink()
-    with pytest.raises(ValueError, match="no other checkpoint in its folder: train again"):
-        AtomicCheckpointIO().load_checkpoint(foreign)
-
-
-def test_files_cut_short_or_of_something_else_are_refused(path: Path) -> None:
-    whole = path.read_bytes()
-    for length in range(4, len(whole), 97):
-        path.write_bytes(whole[:length])
-        with pytest.raises(ValueError, match="cut short"):
-            AtomicCheckpointIO().load_checkpoint(path)
-    torch.save({"weight": torch.zeros(3)}, path)
-    with pytest.raises(ValueError, match="a file of torch without 'state_dict'"):
-        AtomicCheckpointIO().load_checkpoint(path)
-    torch.save([1, 2], path)
-    with pytest.raises(ValueError, match="a file of torch without 'state_dict'"):
-        AtomicCheckpointIO().load_checkpoint(path)
+        (saved({"weight": torch.zeros(3)}), "is a file of torch without 'state_dict'"),
+        (saved([1, 2]), "is a file of torch without 'state_dict'"),
+        *((whole[:length], "is cut short") for length in range(4, len(whole), 97)),
+    ):
+        foreign.write_bytes(content)
+        with pytest.raises(ValueError, match=re.escape(f"{foreign} {found}")) as refused:
+            AtomicCheckpointIO().load_checkpoint(foreign)
+        assert f"Another one in its folder is {path}." in str(refused.value)
     with pytest.raises(FileNotFoundError, match=r"no checkpoint .*nothing\.ckpt\. Another one in its folder is"):
         AtomicCheckpointIO().load_checkpoint(path.with_name("nothing.ckpt"))
     with pytest.raises(ValueError, match="a folder"):
         AtomicCheckpointIO().load_checkpoint(path.parent)
+    path.unlink()
+    with pytest.raises(ValueError, match="no other checkpoint in its folder: train again"):
+        AtomicCheckpointIO().load_checkpoint(foreign)
 
 
 def test_a_changed_bit_is_refused_or_does_no_harm(path: Path) -> None:
@@ -148,45 +133,13 @@ def test_a_changed_bit_is_refused_or_does_no_harm(path: Path) -> None:
     assert refused > len(whole) / 41 / 2
 
 
-def fit(tiny_model: str, folder: Path, checkpoint: Path, *options: str) -> int:
-    return run(
-        ["fit", "--trainer.accelerator", "cpu", "--trainer.use_distributed_sampler", "false",
-         "--trainer.logger", "false", "--trainer.default_root_dir", str(folder), "--trainer.max_epochs", "1",
-         "--trainer.enable_progress_bar", "false", "--model", MODULE, "--model.base_model", tiny_model,
-         "--data", DATA_MODULE, "--data.store_dir", str(folder / "store"), "--data.total_tuples", "8",
-         "--ckpt_path", str(checkpoint), *options]
-    )  # fmt: skip
-
-
-def test_resuming_what_cannot_go_on(tiny_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    module = SelfCalibrationModule(tiny_model)
-    module.configure_model()
-    trained = {name: value for name, value in module.state_dict().items() if "lora_" in name}
-    checkpoint = checkpoint_of(0.0, base_model_identity=base_model_identity(tiny_model))
-    weights_alone = tmp_path / "weights.ckpt"
-    AtomicCheckpointIO().save_checkpoint({**checkpoint, "state_dict": trained}, weights_alone)
-    assert fit(tiny_model, tmp_path, weights_alone) == 1
-    told = capsys.readouterr().err
-    assert "a checkpoint without 'optimizer_states': it was written with `save_weights_only=True`" in told
-    assert fit(tiny_model, tmp_path, weights_alone, "--model.lora.r", "3") == 1
-    assert "Use the settings of the run that wrote it" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("plugins", "name"),
-    [
-        ([], "AtomicCheckpointIO"),
-        (["--trainer.plugins", "lightning.pytorch.plugins.io.TorchCheckpointIO"], "TorchCheckpointIO"),
-        (["--trainer.plugins+", "lightning.pytorch.plugins.io.AsyncCheckpointIO"], "AsyncCheckpointIO"),
-    ],
-)
+@pytest.mark.parametrize("name", ["AtomicCheckpointIO", "TorchCheckpointIO"])
 def test_fit_writes_atomically_unless_another_way_is_named(
-    tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plugins: list[str], name: str
+    tiny_model: str, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    built: list[Any] = []
-    monkeypatch.setattr(SelfCalibrationCLI, "_run_subcommand", lambda cli, _: built.append(cli.trainer))
-    assert fit(tiny_model, tmp_path, tmp_path / "any.ckpt", *plugins) == 0
-    assert type(built[0].strategy.checkpoint_io).__name__ == name
+    named = ["--trainer.plugins", f"lightning.pytorch.plugins.io.{name}"] if name == "TorchCheckpointIO" else []
+    words = ["fit", "--config", config_path("demo.yaml"), "--model.init_args.base_model", tiny_model, *named]
+    assert type(instantiated(words, monkeypatch).trainer.strategy.checkpoint_io).__name__ == name
 
 
 # ---- what must not depend on where a run was stopped

@@ -329,8 +329,15 @@ def test_checkpoint_of_another_adapter_is_refused(kept: tuple[Path, Any], tmp_pa
         SelfCalibrationModule.load_from_checkpoint(tmp_path / "part.ckpt")
 
 
-def test_training_does_not_go_on_with_other_settings(tiny_model: str, chat: ChatFormat, kept: tuple[Path, Any]) -> None:
+def test_training_does_not_go_on_with_other_settings_or_weights_alone(
+    tiny_model: str, chat: ChatFormat, kept: tuple[Path, Any], tmp_path: Path
+) -> None:
     rows = DataLoader([batch_of(MIXED[:8], chat)], batch_size=None)
+    checkpoint = torch.load(kept[0], weights_only=True)
+    del checkpoint["optimizer_states"]
+    torch.save(checkpoint, tmp_path / "weights.ckpt")
+    with pytest.raises(ValueError, match="without 'optimizer_states': it was written with `save_weights_only=True`"):
+        quiet_trainer(max_epochs=2).fit(module_of(tiny_model), rows, ckpt_path=tmp_path / "weights.ckpt")
     other_scale = {"lora": replace(NO_DROPOUT, alpha=64)}  # which changes what the adapter says
     for settings, message in (
         (other_scale, r"`lora\.alpha` was 8 and is 64\. Restore"),

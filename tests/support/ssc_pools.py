@@ -46,7 +46,7 @@ class Pool:
 
     def write(self, name: str = "store", make: MakeSamples = random_samples, **changes: Any) -> str:
         rng = np.random.default_rng(0)
-        number, encoded = changes.get("round", 0), changes.get("encoded", True)
+        number, encoded, stated = changes.get("round", 0), changes.get("encoded", True), changes.get("stated")
         prompt = PromptIdentity.from_json(self.chat.describe())
         fingerprint = StoreFingerprint(ModelIdentity("m"), prompt, changes.get("sampling"), 0)
         store = SampleStore.create_or_open(self.folder / name, fingerprint, num_samples=None, engine={}, round=number)
@@ -56,11 +56,7 @@ class Pool:
                     samples = []
                     for index, fields in enumerate(make(question, rng)):
                         ids = self.chat.response_ids(fields["text"]) if encoded else None
-                        made = {
-                            "token_ids": ids,
-                            "finish": "stop" if encoded else None,
-                            "num_tokens": changes.get("stated"),
-                        }
+                        made = {"token_ids": ids, "finish": "stop" if encoded else None, "num_tokens": stated}
                         samples.append(Sample(question.id, index, number, **made, **fields))
                     prompt = self.chat.prompt_ids(question.messages) if encoded else None
                     writer.append(QuestionSamples(question, tuple(samples), split, prompt))

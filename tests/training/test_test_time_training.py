@@ -63,24 +63,18 @@ def data_of(model: str, store: str, **changes: Any) -> RolloutDataModule:
     return RolloutDataModule(model, store, **{"num_samples": 4, "batch_size": 12, "max_length": 256, **changes})
 
 
-def batch_of(advantage: list[float], rows: list[int], weight: list[float]) -> adaptation.PolicyBatch:
-    size, longs = len(advantage), torch.zeros(len(advantage), dtype=torch.long)
-    return adaptation.PolicyBatch(
-        advantage=torch.tensor(advantage), input_ids=torch.zeros(size, 1, dtype=torch.long),
-        attention_mask=torch.ones(size, 1, dtype=torch.long), query_position=longs, label_row=torch.tensor(rows),
-        label_position=torch.zeros(len(rows), dtype=torch.long), label_id=torch.zeros(len(rows), dtype=torch.long),
-        target=torch.full((size,), math.nan), correct=torch.full((size,), math.nan),
-        calibration_weight=torch.zeros(size), generation_weight=torch.tensor(weight),
-        calibration_total=torch.tensor(0.0), generation_total=torch.tensor(sum(weight)), question_index=longs,
-        task=("t",) * size, row=longs,
-    )  # fmt: skip
-
-
 def test_the_parts_by_hand() -> None:
     """Two responses of two tokens and one; token ratios 2, 1 and 1/2, advantages 1 and -1."""
     logprob = torch.tensor([-1.0, -1.0, -2.0], requires_grad=True)
     behaviour = torch.tensor([-1.0 - math.log(2), -1.0, -2.0 + math.log(2)])
-    batch = batch_of([1.0, -1.0], [0, 0, 1], [2.0, 1.0])
+    longs, nothing = torch.zeros(3, dtype=torch.long), torch.full((2,), math.nan)
+    batch = adaptation.PolicyBatch(
+        input_ids=longs[:2, None], attention_mask=longs[:2, None] + 1, query_position=longs[:2],
+        label_row=torch.tensor([0, 0, 1]), label_position=longs, label_id=longs, target=nothing, correct=nothing,
+        advantage=torch.tensor([1.0, -1.0]), generation_weight=torch.tensor([2.0, 1.0]), row=longs[:2],
+        generation_total=torch.tensor(3.0), calibration_weight=torch.zeros(2), calibration_total=torch.tensor(0.0),
+        question_index=longs[:2], task=("t",) * 2,
+    )  # fmt: skip
     reference, logits = torch.tensor([-1.0, -1.0, -3.0]), torch.zeros(3, 4)
     parts = policy_parts(batch, logprob, behaviour=behaviour, reference=reference, logits=logits)
     # Clipped to 1.28 and to .8: -(1.28 + 1) of the first response, +.8 of the second, over three tokens.
@@ -100,7 +94,8 @@ def test_the_parts_by_hand() -> None:
 
     # Sampled by the model itself, responses weighing alike: the mean advantage, and REINFORCE's gradient.
     logprob.grad = None
-    batch = batch_of([1.0, -0.5], [0, 0, 1], [1.0, 1.0])
+    weight = {"generation_weight": torch.ones(2), "generation_total": torch.tensor(2.0)}
+    batch = batch.replace(advantage=torch.tensor([1.0, -0.5]), **weight)
     parts = policy_parts(batch, logprob, behaviour=None, reference=None, logits=None)
     assert parts.gradient.item() == pytest.approx(-0.25)
     parts.gradient.backward()
@@ -448,34 +443,33 @@ def test_nothing_of_the_gold_answers_reaches_the_module(pool: Pool, caplog: pyte
     def wrong(question: Question, rng: np.random.Generator) -> list[dict[str, Any]]:
         return [{**fields, "correct": False} for fields in random_samples(question, rng)]
 
-    one = shown(pool.write("judged", random_samples, sampling=AT_ONE))
-    two = shown(pool.write("misjudged", wrong, sampling=AT_ONE))
-    for first, second in zip(one, two, strict=True):
+    stores = {"judged": random_samples, "misjudged": wrong}
+    both = [shown(pool.write(name, make, sampling=AT_ONE)) for name, make in stores.items()]
+    for first, second in zip(*both, strict=True):
         assert first["correct"].isnan().all()
         for name, value in first.items():
             same = torch.equal(value.nan_to_num(), second[name].nan_to_num()) if torch.is_tensor(value) else None
             assert same is not False, name
             assert same is not None or value == second[name]
-    data = stored(pool, str(pool.folder / "judged"), train=TRAIN)
-    assert {question.reference for question in data.questions("train")} == {None}
-    (pool_batch, *_) = stored(pool, str(pool.folder / "judged"), num_samples=8).val_dataloader()
+    judged = {"pool": pool, "store": str(pool.folder / "judged"), "num_samples": 8, "train": TRAIN}
+    assert {question.reference for question in stored(**judged).questions("train")} == {None}
+    (pool_batch, *_) = stored(**judged).val_dataloader()
     assert pool_batch.correct.isnan().all()
-    (asked,) = batches(stored(pool, str(pool.folder / "judged"), num_samples=8, reward="reference", batch_size=96))
-    assert not asked.correct.isnan().all()
-    assert stored(pool, str(pool.folder / "judged"), train=TRAIN, reward="reference").questions("train")[0].reference
+    asked = stored(**judged, reward="reference", batch_size=96)
+    assert asked.questions("train")[0].reference
+    assert not batches(asked)[0].correct.isnan().all()
 
 
 def test_stores_of_no_use(pool: Pool) -> None:
-    same = {"sampling": AT_ONE}
-    for name, (answers, changes, message) in enumerate((
-        ("778", {"sampling": SamplingSettings()}, "edt_scale 0.8"),
-        ("778", {"sampling": replace(AT_ONE, top_p=0.9)}, "top_p 0.9"),
-        ("778", {}, "no record of its sampling"),
-        ("777", same, "same for all responses to each of 12 questions"),
-        ((None, ""), same, "no response can be read"),
-        ("7", same, "12 of 12 questions have 1"),
-    )):  # fmt: skip
-        store = pool.write(f"useless-{name}", answers_of(*answers), **changes)
+    for answers, sampling, message in (
+        ("778", SamplingSettings(), "edt_scale 0.8"),
+        ("778", replace(AT_ONE, top_p=0.9), "top_p 0.9"),
+        ("778", None, "no record of its sampling"),
+        ("777", AT_ONE, "same for all responses to each of 12 questions"),
+        ((None, ""), AT_ONE, "no response can be read"),
+        ("7", AT_ONE, "12 of 12 questions have 1"),
+    ):
+        store = pool.write(message, answers_of(*answers), sampling=sampling)
         with pytest.raises(InputError, match=message):
             stored(pool, store).train_dataloader()
 

@@ -16,7 +16,6 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from selfcal_lightning.callbacks.calibration_curve import CalibrationCurve, CapabilityCurve
 from selfcal_lightning.capability.probe_module import LinearProbeModule
-from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.datamodules.probe import ProbeDataModule
 from selfcal_lightning.models.folders import config_path
 from selfcal_lightning.training.metrics import CalibrationPoints
@@ -144,14 +143,6 @@ def test_a_probe_before_and_after(tmp_path: Path) -> None:
     assert not (Path(alone.log_dir) / "figures").exists(), "without verdicts nothing is drawn"
     assert "val/target/MSE" in alone.callback_metrics
     assert not [name for name in alone.callback_metrics if "capability" in name]
-
-
-def test_a_module_of_another_kind_is_refused(shallow_model: str, tmp_path: Path) -> None:
-    trainer = trainer_with()
-    with pytest.raises(InputError, match="`val_metrics` are CapabilityMetrics, but got Calib"):
-        CapabilityCurve().setup(trainer, module_of(shallow_model), "fit")
-    with pytest.raises(InputError, match="`val_metrics` are CalibrationMetrics, but got CapabilityMetrics of Lin"):
-        CalibrationCurve().setup(trainer, LinearProbeModule("bundled"), "fit")
 
 
 # ---- the examples for W&B and MLflow, with the real packages where they are installed

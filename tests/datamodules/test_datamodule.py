@@ -182,14 +182,6 @@ def test_a_store_of_another_wording_is_refused(pool: Pool, store_dir: str, monke
         data.train_dataloader()
 
 
-def test_the_store_is_not_opened_before_a_loader_is_asked_for(pool: Pool, tmp_path: Path) -> None:
-    data = pool.data(str(tmp_path / "later"))
-    data.setup("fit")
-    assert (len(data.questions("train")), len(data.questions("validation"))) == (12, 5)
-    assert data.steps_per_epoch == 11
-    assert not (tmp_path / "later").exists()
-
-
 def test_sources_cut_the_store_and_without_them_it_is_said(pool: Pool, store_dir: str, lines: list[str]) -> None:
     pool.data(store_dir).val_dataloader()
     assert lines == []

@@ -116,24 +116,23 @@ class AdapterExport(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the best value so far and the run's name, so that a resumed run does not replace a better export."""
-        return {"best": self.best, "run": self.run}
+        return {"best": self.best, "of": [self.monitor, self.mode], "run": self.run}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.best, self.run = state_dict["best"], state_dict.get("run")
+        same = state_dict.get("of") == [self.monitor, self.mode]  # the best of another value says nothing of this one
+        self.best, self.run = state_dict["best"] if same else None, state_dict.get("run")
 
     def on_train_start(self, trainer: Trainer, pl_module: TrainedModule) -> None:
         """Name the run; a resumed one takes the best value of its folder, which its checkpoint may not know."""
         self._training = describe_training(trainer)
         if self.run is None:
             self.run = trainer.strategy.broadcast(uuid.uuid4().hex)
-            return
-        if self.monitor is None:
-            return
-        manifest = read_manifest(self._best_folder) or {}
-        mine = manifest.get("run") == self.run  # not of an earlier training
-        kept = trainer.strategy.broadcast(manifest["metrics"].get(self.monitor) if mine else None)
-        best = [value for value in (self.best, kept) if value is not None]
-        self.best = (min if self.mode == "min" else max)(best, default=None)
+        elif self.monitor is not None:
+            manifest = read_manifest(self._best_folder) or {}
+            mine = manifest.get("run") == self.run  # not of an earlier training
+            kept = trainer.strategy.broadcast(manifest["metrics"].get(self.monitor) if mine else None)
+            best = [value for value in (self.best, kept) if value is not None]
+            self.best = (min if self.mode == "min" else max)(best, default=None)
 
     def on_validation_end(self, trainer: Trainer, pl_module: TrainedModule) -> None:
         if trainer.sanity_checking or trainer.state.fn != TrainerFn.FITTING:

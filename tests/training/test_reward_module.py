@@ -66,22 +66,16 @@ def whole(pool: Pool, store_dir: str, tmp_path_factory: pytest.TempPathFactory) 
     return folder, {name: value.item() for name, value in trainer.callback_metrics.items()}
 
 
-def places_of(raw: torch.Tensor, target: list[float], row: list[int], weight: list[float]) -> RewardBatch:
-    target_of, rows = torch.tensor(target), len(weight)
-    zeros, ones = torch.zeros(len(row), dtype=torch.long), torch.ones(rows)
-    return RewardBatch(
-        input_ids=torch.zeros(rows, 1, dtype=torch.long), attention_mask=torch.ones(rows, 1, dtype=torch.long),
-        place=zeros, place_row=torch.tensor(row), place_kind=zeros, place_target=target_of, place_rate=target_of,
-        place_rollouts=zeros + 1, last_place=torch.zeros(rows, dtype=torch.long), target=ones, correct=ones,
-        weight=torch.tensor(weight), total=torch.tensor(sum(weight)), question_index=torch.arange(rows),
-        task=("t",) * rows, row=torch.arange(rows),
-    )  # fmt: skip
-
-
 def test_the_loss_by_hand_weighs_responses_not_steps() -> None:
     gap = math.log(math.expm1(1.0))  # quantiles at log-odds -1 and 1 around a mean of log-odds 0
     raw = torch.tensor([[0.0, gap, gap]] * 4, requires_grad=True)
-    batch = places_of(raw, [1.0, 1.0, 0.0, math.nan], [0, 0, 1, 1], [1.0, 1.0])
+    zeros, ones, target = torch.zeros(4, dtype=torch.long), torch.ones(2), torch.tensor([1.0, 1.0, 0.0, math.nan])
+    batch = RewardBatch(
+        input_ids=zeros[:2, None], attention_mask=zeros[:2, None], place=zeros, place_row=torch.tensor([0, 0, 1, 1]),
+        place_kind=zeros, place_target=target, place_rate=target, place_rollouts=zeros + 1, last_place=zeros[:2],
+        target=ones, correct=ones, weight=ones, total=torch.tensor(2.0), question_index=zeros[:2], task=("t",) * 2,
+        row=torch.arange(2),
+    )  # fmt: skip
     entropy, pinball = reward_losses(raw, batch, LEVELS)
     low, high = 1 / (1 + math.e), math.e / (1 + math.e)
     right = (0.1 * (1 - low) + 0.9 * (1 - high)) / 2

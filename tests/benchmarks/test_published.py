@@ -11,7 +11,7 @@ WRITERS = {
     "report_capability": "report_capability.as_markdown",
     "report_rewards": "report_rewards.as_markdown",
     "report_selection": "report_selection.markdown",
-    "report_adapt": "_adapt_tables.markdown",
+    "report_adapt": "report_adapt.markdown",
     "report_real": "report_real.as_markdown",
     "rounds_study": "rounds_study.as_markdown",
     "live_savings": "live_savings.as_markdown",

@@ -5,11 +5,11 @@ References only check the result. ``--table`` writes the tables of what is in ``
 
 from __future__ import annotations
 
-import importlib.util
+import runpy
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -47,13 +47,6 @@ CRITERIA = (
 )  # fmt: skip
 TOKENS = 120
 OF_A_POOL = {weight.name for weight in WEIGHTS}
-# What else is asked of these parts, and where it is looked at.
-ELSEWHERE = {
-    "criteria agree with recorded vectors to 1e-6": "tests",
-    "key steps through an API: at least 99 % can be read after one repair": "no service here; tests script its replies",
-    "rows load in `datasets`, with the columns of each trainer": "tests",
-    "what an adaptation changes": "the report on adaptation",
-}
 # What picks within a question and what keeps questions: the defaults of `selfcal select`, then votes alone.
 PAIRS = ((FUSED, SHARE), (FUSED, SSC), (FUSED, PICK), (MEAN_LOGPROB, SHARE), (SHARE, SHARE), (SSC, SSC))
 
@@ -90,7 +83,7 @@ def assemble(study: Options) -> dict[str, Any]:
     names = [FUSED, SHARE, SSC, MEAN_LOGPROB, P_TRUE, *CRITERIA]
     criteria = {name: _criterion(pools, name, sizes["kept"]) for name in names}
     selections = {
-        f"{pick}, {keep}": _selection(pools, SelectionSettings(pick=pick, keep=keep, top=sizes["kept"]))
+        f"{pick}, {keep}": worth_of(pools, SelectionSettings(pick=pick, keep=keep, top=sizes["kept"]))
         for pick, keep in PAIRS
     }
     right = [sample.correct for pool in pools for entry in pool for sample in entry.samples]
@@ -104,14 +97,10 @@ def assemble(study: Options) -> dict[str, Any]:
 
 
 def _criterion(pools: Sequence[Sequence[QuestionSamples]], name: str, kept: float) -> dict[str, Estimate]:
-    found = _selection(pools, SelectionSettings(pick=name, keep=SHARE if name in OF_A_POOL else PICK, top=kept))
+    found = worth_of(pools, SelectionSettings(pick=name, keep=SHARE if name in OF_A_POOL else PICK, top=kept))
     tells = over_seeds([score_tells(pool, _score(pool, name)) for pool in pools])
     across = {} if name in OF_A_POOL else {"responses": tells["responses"], **found}
     return {"best": found["best"], "gain": found["gain"], "within": tells["within"], **across}
-
-
-def _selection(pools: Sequence[Sequence[QuestionSamples]], settings: SelectionSettings) -> dict[str, Estimate]:
-    return over_seeds([selection_worth(pool, settings) for pool in pools])
 
 
 def _score(pool: Sequence[QuestionSamples], name: str) -> Score:
@@ -130,10 +119,6 @@ def targets(selections: Mapping[str, Mapping[str, Estimate]], passed_on: Sequenc
         what = f"picked by `{pick}`, kept by `{keep}`"
         found.append(held(f"{what}, accuracy of the kept: lower end at least .85", row["kept"], "low", ">=", 0.85))
         found.append(held(f"{what}, AUROC of the picked: at least .87", row["picked"], "value", ">=", 0.87))
-    return [*found, *_of_files(passed_on)]
-
-
-def _of_files(passed_on: Sequence[HandedOn]) -> list[Criterion]:
     total = {name: sum(one[name] for one in passed_on) for name in passed_on[0]}
     counts = {
         f"key steps by rules: of {total['kept']:,} kept responses, those without": total["kept"] - total["with_steps"],
@@ -141,7 +126,7 @@ def _of_files(passed_on: Sequence[HandedOn]) -> list[Criterion]:
         f"`reward.py`: of {total['judged']:,} finished responses, those that it judges otherwise than the task":
             total["judged_otherwise"],
     }  # fmt: skip
-    return [Criterion(text, exactly(count), count == 0) for text, count in counts.items()]
+    return [*found, *(Criterion(text, exactly(count), count == 0) for text, count in counts.items())]
 
 
 def _as_json(row: Mapping[str, Estimate]) -> dict[str, list[float | None]]:
@@ -160,10 +145,9 @@ def markdown(content: Mapping[str, Any]) -> str:
         f"responses, {sizes['right']:.3f} of them right. Means over seeds, 95 % intervals over questions and seeds."
     )
     select = {name: heads[name] for name in ("best", "gain", "picked", "kept")}
-    elsewhere = [f"| {text} | {where} | not measured here |" for text, where in ELSEWHERE.items()]
     lines = [
         *section("head", [head]),
-        *section("targets", [*criteria_table(content["targets"])[:-1], *elsewhere]),
+        *section("targets", criteria_table(content["targets"])[:-1]),
         *section("selections", _table("picks, keeps", select, content["selections"])),
         *section("criteria", _table("criterion", heads, content["criteria"])),
     ]
@@ -221,13 +205,16 @@ def score_tells(entries: Sequence[QuestionSamples], score: Score) -> Columns:
     return {"responses": found[AUROC], "within": found[WITHIN_QUESTION_AUROC]}
 
 
+def worth_of(pools: Sequence[Sequence[QuestionSamples]], settings: SelectionSettings) -> dict[str, Estimate]:
+    return over_seeds([selection_worth(pool, settings) for pool in pools])
+
+
 def over_seeds(found: Sequence[Columns]) -> dict[str, Estimate]:
     """Return estimates by name over seeds: every resample draws questions, the same for all seeds, and seeds."""
     return {name: estimate_of(mean_over_seeds(np.array([one[name] for one in found]))) for name in found[0]}
 
 
 Judge = Callable[[str, str, str], float | None]
-CUT = "length"
 HandedOn = dict[str, int]
 
 
@@ -237,25 +224,16 @@ def hand_on(store: Path, folder: Path, *, kept: float) -> HandedOn:
     chosen = run_select(str(store), str(selection), keep_top=kept)
     rates = run_extract_steps(str(selection), overwrite=True).rates
     run_export_rl(str(selection), str(export), "verl")
-    judge = _judge_of(export / "reward.py")
+    judge: Judge = runpy.run_path(str(export / "reward.py"))["judge"]
     judged = otherwise = 0
     for entry in SampleStore(str(store)).samples():
         for sample in entry.samples:
-            if sample.finish != CUT and entry.question.reference is not None:
+            if sample.finish != "length" and entry.question.reference is not None:
                 judged += 1
                 given = judge(f"selfcal/{entry.question.task}", sample.text, entry.question.reference)
                 otherwise += given != float(bool(sample.correct))
     steps = {name: rates[name] for name in ("with_steps", "steps", "ungrounded_forms")}
     return {"kept": len(chosen.kept), **steps, "judged": judged, "judged_otherwise": otherwise}
-
-
-def _judge_of(file: Path) -> Judge:
-    spec = importlib.util.spec_from_file_location("exported_reward", file)
-    if spec is None or spec.loader is None:
-        raise ImportError(f"Expected {file} to be a module, but got something else.")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return cast("Judge", module.judge)
 
 
 STUDY = Study(

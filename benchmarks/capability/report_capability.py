@@ -58,7 +58,7 @@ def assemble(plan: Options) -> dict[str, Any]:
     seconds = measured_once(plan.output / "seconds.json", processor_seconds)
     checks = targets(columns, seconds=seconds)
     return {
-        **dict.fromkeys(("seeds", "taught_seeds", "awake_seeds"), plan.seeds),
+        "seeds": plan.seeds,
         "sizes": {**plan.sizes("train", "train_samples"), "samples": plan.num_samples, **plan.parts},
         "processor_minutes": sum(sum(seconds_of(folder).values()) for folder in folders) / 60.0,
         "seconds": {"a prompt's states": seconds[0], "a response": seconds[1]},
@@ -133,7 +133,6 @@ def as_markdown(report: Mapping[str, Any]) -> str:
 
 def head(report: Mapping[str, Any]) -> str:
     sizes, seeds = report["sizes"], ", ".join(map(str, report["seeds"]))
-    taught, awake = (", ".join(map(str, report[name])) or "none" for name in ("taught_seeds", "awake_seeds"))
     samples, alone = sizes["samples"], len(report["seeds"]) == 1
     sentences = (
         f"Command: `{report['command']}` ({report['processor_minutes']:.0f} minutes of processor time).",
@@ -142,8 +141,6 @@ def head(report: Mapping[str, Any]) -> str:
         f"judged by {samples} responses each to {sizes['id']:,} questions in domain and {sizes['ood']:,} out of it;",
         f"maps are fitted on {sizes['calibration']:,} calibration questions x {samples}, with labels.",
         f"{'95 % intervals over questions' if alone else 'Means over seeds, 95 % intervals over questions and seeds'}.",
-        f"Of seeds with trained adapters alone: P(True) before answering, taught ({taught}); P(True) after answering, "
-        f"self-calibrated ({awake}).",
     )
     return " ".join(sentences)
 

@@ -1,10 +1,11 @@
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 from support.capability_pools import capability_store, give_states
-from support.house import Script
+from support.house import ROOT, Script
 
 from selfcal_lightning.commands.capability import run_fit_probe, run_score_questions
 from selfcal_lightning.metrics.calibration import ErrorBounds
@@ -75,9 +76,15 @@ def test_targets_name_what_is_missed(script: Script, columns: Columns) -> None:
     assert {"MSE of the label-free probe, in domain", "MSE without labels less that with labels, in domain"} <= missed
 
 
+def test_the_published_command_can_be_run(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
+    command = json.loads((ROOT / "benchmarks" / "results" / "report_capability.json").read_text())["command"]
+    monkeypatch.setattr(sys, "argv", command.split()[1:])
+    assert script("report_capability").STUDY.parse().command == command
+
+
 def test_what_is_written(script: Script, columns: Columns, tmp_path: Path) -> None:
     report: dict = {
-        "command": "the command", "seeds": [0], "taught_seeds": [], "awake_seeds": [], "processor_minutes": 1.0,
+        "command": "the command", "seeds": [0], "processor_minutes": 1.0,
         "sizes": {"train": 40, "train_samples": 8, "samples": 8, "id": 24, "ood": 24, "calibration": 24},
     }  # fmt: skip
     made = script("report_capability")

@@ -27,7 +27,6 @@ LATER_SETTINGS = {"gcd": {"max_value": 36}}
 
 
 def main() -> None:
-    """Write the files."""
     rows: dict[str, list[dict[str, str]]] = {split: [] for split in SPLITS | LATER_SPLITS}
     for kind, settings in KINDS.items():
         used = set[tuple[int, ...]]()
@@ -44,10 +43,9 @@ def draw(
     settings: dict[str, int],
     splits: dict[str, int],
     seed: int,
-    used: set[tuple[int, ...]],
+    used: set[tuple[int, ...]],  # numbers that no new question may have
     rows: dict[str, list[dict[str, str]]],
 ) -> None:
-    """Add questions of one kind to the splits, none of them with numbers that were used."""
     found = []
     for entry in reasoning_gym.create_dataset(kind, size=8000, seed=seed, **settings):
         numbers = sorted(map(int, re.findall(r"\d+", entry["question"])))

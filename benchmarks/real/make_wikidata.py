@@ -27,7 +27,6 @@ RELATIONS = {
 
 
 def main(source: str) -> None:
-    """Write the files."""
     examples = json.loads(Path(source).read_text())["examples"]
     rng, used = random.Random(SEED), set[str]()
     rows = {split: list[dict[str, object]]() for split in SPLITS | LATER_SPLITS}
@@ -39,10 +38,8 @@ def main(source: str) -> None:
                 while (subject := subjects[name].pop()) in used:
                     pass
                 used.add(subject)
-                question = RELATIONS[name][1].format(subject)
-                rows[split].append(
-                    {"id": f"{split}{number}-{name}", "question": question, "answer": answers[name][subject]}
-                )
+                asked = {"id": f"{split}{number}-{name}", "question": RELATIONS[name][1].format(subject)}
+                rows[split].append({**asked, "answer": answers[name][subject]})
 
     for name, (begin, _) in RELATIONS.items():
         pattern = re.compile(re.escape(begin) + r"(.+) is$")

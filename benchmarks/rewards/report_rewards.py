@@ -263,7 +263,6 @@ def at_equal_tokens(curve: Mapping[str, Spent], tokens: Floats) -> Floats:
     return np.array([np.interp(tokens[r], cost[:, r], hits[:, r]) for r in range(len(tokens))])
 
 
-FULL = "make report-rewards"
 MODELS = {
     OUTCOME: "outcomes, all questions", VOTES: "votes, all questions", FEW_OUTCOME: "outcomes", FEW_VOTES: "votes",
     RATES: "success rates", HARD: "hard labels",
@@ -426,6 +425,6 @@ def _draw_answers(axes: Axes, votes: Mapping[str, Any]) -> None:
 if __name__ == "__main__":
     study = Study(
         "rewards/report_rewards.py", SIZES, run_jobs, assemble, as_markdown, figure, quick=QUICK,
-        complete=complete, options=Plan, alone=FULL, layout={"dpi": 110},
+        complete=complete, options=Plan, alone="make report-rewards", layout={"dpi": 110},
     )  # fmt: skip
     raise SystemExit(study.main())

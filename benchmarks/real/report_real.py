@@ -179,6 +179,9 @@ def complete(parser: argparse.ArgumentParser, options: Options) -> None:
     options.machine = Machine(options.device, options.at_once)
     places = options.output, options.converted, options.models, options.tasks
     options.jobs = all_jobs(*places, sizes, options.machine)
+    if not options.jobs:
+        have = "; ".join(f"{model}: {', '.join(TASKS[model])}" for model in options.models)
+        parser.error(f"--tasks {' '.join(options.tasks)}: no model of --models has them, but {have}.")
     if options.demo:
         options.results = options.output
 

@@ -37,6 +37,15 @@ def test_the_demonstration_is_one_task_with_its_own_report(script: Script, monke
     assert options.results == options.output == report.DEMO["output"]
 
 
+def test_a_task_that_a_model_lacks_is_told(
+    script: Script, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["report_real.py", "--models", "gemma3", "--tasks", "arithmetic"])
+    with pytest.raises(SystemExit):
+        script("report_real").STUDY.parse()
+    assert "--tasks arithmetic: no model of --models has them, but gemma3: country_facts" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("missing", "counts"), [(0, True), (1, True), (50, False)])
 def test_when_a_confidence_counts(script: Script, monkeypatch: pytest.MonkeyPatch, missing: int, counts: bool) -> None:
     report = script("report_real")

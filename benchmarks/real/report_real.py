@@ -230,15 +230,16 @@ def run_task(options: Options, jobs: Jobs) -> None:
 
 def assemble(options: Options) -> dict[str, Any]:
     tasks = {jobs.name: report_on(jobs, options.seeds) for jobs in options.jobs}
+    if options.device == GPU:
+        gpu = json.loads((options.output / GPU_FILE).read_text())
+        tasks = {name: {**task, "gpu": gpu} for name, task in tasks.items()}
     if options.demo:  # too small for targets
         for task in tasks.values():
             task.pop("criteria", None)
     elif (file := options.results / "report_real.json").is_file():  # tasks that were left out keep their figures
         earlier = json.loads(file.read_text())["tasks"]
-        if options.device == GPU:  # what the jobs cost is measured on a CPU
-            for name, task in tasks.items():
-                task |= {"gpu": json.loads((options.output / GPU_FILE).read_text())}
-                task |= {key: earlier[name][key] for key in ("costs", "work") if name in earlier}
+        for name in (tasks.keys() & earlier.keys()) if options.device == GPU else ():  # costs are measured on a CPU
+            tasks[name] |= {key: earlier[name][key] for key in ("costs", "work")}
         tasks = earlier | tasks
     return {
         "tasks": {name: tasks[name] for name in TITLES if name in tasks},

@@ -100,6 +100,15 @@ def test_on_a_gpu_training_is_in_float32_too(script: Script, tmp_path: Path) -> 
         assert config["model"]["init_args"].get("torch_dtype") == dtype
 
 
+def test_the_first_report_of_a_gpu_names_it(script: Script, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    report = script("report_real")
+    monkeypatch.setattr(report, "report_on", lambda jobs, seeds: {"costs": {}})
+    (tmp_path / "gpu.json").write_text('{"name": "H200"}')
+    jobs, places = [SimpleNamespace(name="country_facts")], {"output": tmp_path, "results": tmp_path}
+    options = SimpleNamespace(jobs=jobs, seeds=[0], demo=False, device="gpu", num_samples=8, minutes=1.0, **places)
+    assert report.assemble(options)["tasks"]["country_facts"] == {"costs": {}, "gpu": {"name": "H200"}}
+
+
 def test_a_row_of_a_gpu_names_it_and_where_its_costs_come_from(script: Script) -> None:
     report = script("report_real")
     content = json.loads((ROOT / "benchmarks" / "results" / "report_real.json").read_text())

@@ -309,6 +309,12 @@ class Jobs:
             )
         return adapter
 
+    def count(self, split: str) -> int:
+        """Return how many questions of a split are taken."""
+        folder = EXAMPLE / "data" / ("" if self.task == FACTS else self.task)
+        file = self.tested if split == "test" else split
+        return getattr(self.sizes, split) or len((folder / f"{file}.jsonl").read_text().splitlines())
+
     def costs(self) -> dict[str, float]:
         file = self.folder / COSTS
         return json.loads(file.read_text()) if file.is_file() else {}

@@ -86,6 +86,9 @@ from selfcal_lightning.metrics.calibration import ErrorBounds
 from selfcal_lightning.models.chat_format import ChatFormat, load_tokenizer
 from selfcal_lightning.records import QuestionSamples, Sample
 
+# What two idle cores sample, train on and score, in responses a second, and what comes on top for a task.
+SAMPLED_A_SECOND, TRAINED_A_SECOND, SCORED_A_SECOND, OVERHEAD_SECONDS = 7.0, 5.0, 18.0, 75.0
+TRIED_ADAPTERS = 5  # the other ways to train, two of them twice as long
 DEMO = {
     "output": Path("runs/demo-real"),
     "models": [SMOLLM],
@@ -187,6 +190,8 @@ def complete(parser: argparse.ArgumentParser, options: Options) -> None:
 
 
 def run(options: Options) -> None:
+    if options.device == CPU:
+        print(account(options), flush=True)
     if options.device == GPU:  # named in the caption
         options.output.mkdir(parents=True, exist_ok=True)
         gpu = {"name": torch.cuda.get_device_name(), "torch": torch.__version__}
@@ -226,6 +231,34 @@ def run_task(options: Options, jobs: Jobs) -> None:
             if JOINT not in options.without:
                 parts.append(lambda: jobs.sample(jobs.joint_test, "test", model=jobs.train_jointly(), seed=1))
     together(*parts)
+
+
+def account(options: Options) -> str:
+    """Return what is going to be done, and about how long it takes on two idle cores."""
+    lines, total, folders = [], 0.0, set[Path]()
+    for jobs in options.jobs:
+        confirms, sizes = (
+            jobs.tested == CONFIRMATION,
+            (jobs.count("train"), jobs.count("test"), jobs.count("validation")),
+        )
+        train, test, validation = (options.num_samples * size for size in sizes)
+        adapters = len(options.seeds) * (1 + (confirms and jobs.task == TRIED_ON))
+        sampled, trained = test + train + validation, adapters
+        if jobs.folder in folders:  # the test questions of the same task come first
+            sampled, trained = test, adapters - len(options.seeds)
+        folders.add(jobs.folder)
+        if not confirms and not options.demo:
+            tried = TRIED_ADAPTERS if jobs.name == TRIED_ON else 0
+            adapters, trained = (count + tried + 2 - len(options.without) for count in (adapters, trained))
+            sampled += (train if tried else 0) + (test if JOINT in options.without else 2 * test)
+        read = test + validation
+        seconds = sampled / SAMPLED_A_SECOND + trained * train / TRAINED_A_SECOND + OVERHEAD_SECONDS
+        minutes = (seconds + (adapters + 1) * read / SCORED_A_SECOND) / 60
+        total += minutes
+        lines.append(f"  {jobs.name}: sample {sampled:,} responses, train {trained} adapter(s) on {train:,}, "
+                     f"score {read:,} by each: {minutes:.1f} min")  # fmt: skip
+    head = f"On two idle cores, about {total:.0f} minutes; what is there is not done again."
+    return "\n".join([head, *lines, f"Logs: {options.output}/TASK/log.txt"])
 
 
 def assemble(options: Options) -> dict[str, Any]:

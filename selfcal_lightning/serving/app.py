@@ -3,7 +3,6 @@
 import asyncio
 import hmac
 import json
-import logging
 import math
 import time
 import uuid
@@ -25,8 +24,9 @@ from starlette.types import ASGIApp, Receive
 from selfcal_lightning.confidence.base import P_TRUE, STATED, STORED, add_scores, confidence_of
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.core.progress import say
+from selfcal_lightning.data.tasks.judging import is_failed
 from selfcal_lightning.data.tasks.registry import get_task
-from selfcal_lightning.engines.base import Probabilities, RequestsFailedError, begin_probabilities, mass_of
+from selfcal_lightning.engines.base import Probabilities, begin_probabilities, mass_of
 from selfcal_lightning.engines.openai.transport import is_loopback
 from selfcal_lightning.engines.opening import check_can_draw
 from selfcal_lightning.inference.base import Strategy
@@ -36,17 +36,15 @@ from selfcal_lightning.inference.sources import Draws
 from selfcal_lightning.inference.thresholds import FittedThreshold
 from selfcal_lightning.records import Message, Sample, SamplingSettings
 from selfcal_lightning.serving import bodies
-from selfcal_lightning.serving.bodies import Body, ChatBody, Refused, read_body, refusal_of
-from selfcal_lightning.serving.decisions import DecisionBody
-from selfcal_lightning.serving.desk import Desk, Job, Outcome, Reader
+from selfcal_lightning.serving.bodies import GONE, Body, ChatBody, ConfidenceBody, DecisionBody, Refused, refusal_of
+from selfcal_lightning.serving.desk import Desk, Job, Reader
 from selfcal_lightning.serving.feedback import Feedback, Metrics
-from selfcal_lightning.serving.replies import Calibration, Reply, chunk_head, delta, make_reply
+from selfcal_lightning.serving.replies import Calibration, chunk, chunks, headers_of, make_reply
 from selfcal_lightning.serving.settings import ServiceSettings
 
 OPEN_ROUTES = ("/health", "/ready")
-GONE = 499  # for the log and the metrics: nobody reads it
-_LOG = logging.getLogger(__name__)
 T = TypeVar("T")
+Reading = TypeVar("Reading", ConfidenceBody, DecisionBody)
 Handler = Callable[[Request], Awaitable[Response]]
 
 
@@ -103,18 +101,17 @@ class Service:
     def sampling_for(self, body: ChatBody) -> SamplingSettings:
         """Return how the responses to a request are drawn."""
         longest = body.max_completion_tokens or body.max_tokens or self.sampling.max_new_tokens
-        wanted: dict[str, Any] = {"max_new_tokens": min(longest, self.limits.max_new_tokens)}
+        sampling = replace(self.sampling, max_new_tokens=min(longest, self.limits.max_new_tokens))
         if body.temperature is not None:  # what a client asks for is a fixed temperature
-            wanted |= {"temperature": body.temperature, "edt_scale": None}
+            sampling = replace(sampling, temperature=body.temperature, edt_scale=None)
         if body.top_p is not None:
-            wanted["top_p"] = body.top_p
-        sampling = replace(self.sampling, **wanted)
+            sampling = replace(sampling, top_p=body.top_p)
         check_can_draw(self.settings.engine, sampling)
         return sampling
 
     def strategy_for(self, body: ChatBody, sampling: SamplingSettings) -> tuple[Strategy, FittedThreshold | None]:
         """Return the strategy of a request, within what the server spends, and the fitted threshold that holds."""
-        name, threshold, wanted = body.strategy, body.threshold, body.selfcal.max_samples
+        name, threshold, wanted = body.selfcal.strategy, body.selfcal.threshold, body.selfcal.max_samples
         scorers, is_greedy = self.calibration.of_samples, sampling.temperature == 0.0
         fields = {} if name is not None else dict(self.settings.strategy_args)
         if self.fitted is not None and name is None and threshold is None and not is_greedy:
@@ -139,7 +136,6 @@ class Service:
         return strategy, None
 
     def make_job(self, body: ChatBody, *, name: str | None = None, key: str | None = None) -> Job:
-        bodies.check_extras(body)
         self.check_model(body.model)
         options, limits = body.selfcal, self.limits
         for field in ("max_samples", "max_tokens_in_all", "deadline_s"):
@@ -177,24 +173,17 @@ class Service:
             fitted=fitted,
         )  # fmt: skip
 
-    async def begin(self, body: ChatBody, *, name: str | None = None, key: str | None = None) -> Job:
-        job = self.make_job(body, name=name, key=key)
-        await self.desk.begin(job)
-        return job
-
-    def reply(self, job: Job, outcome: Outcome) -> Reply:
+    def reply(self, job: Job) -> dict[str, Any]:
         """Return the answer to a request; it is counted, and remembered for its feedback."""
-        if not outcome.samples:
+        failed = sum(map(is_failed, job.samples))
+        if not job.samples:
             raise Refused(504, "The deadline or the limit of tokens came before the first sample was whole.")
-        if outcome.failed == len(outcome.samples):
-            raise Refused(502, f"All {outcome.failed} samples of this question failed in the engine.")
-        threshold = getattr(job.strategy, "threshold", None) if job.body.threshold is None else job.body.threshold
-        if threshold is not None and getattr(job.strategy, "criterion", None) == "entropy":
-            threshold = 1.0 - threshold  # the confidence is one minus the entropy, which has to fall to it
-        reply = make_reply(job, outcome, calibration=self.calibration, confidence=self.confidence, threshold=threshold)
-        told = reply.selfcal["confidence"]
-        self.feedback.remember(job.id, job.messages[-1].content, reply.best or outcome.samples[0], told=told)
-        self.metrics.count(outcome, told)
+        if failed == len(job.samples):
+            raise Refused(502, f"All {failed} samples of this question failed in the engine.")
+        reply, best = make_reply(job, calibration=self.calibration, confidence=self.confidence)
+        told = reply["selfcal"]["confidence"]
+        self.feedback.remember(job.id, job.messages[-1].content, best or job.samples[0], told=told)
+        self.metrics.count(reply["selfcal"], seconds=time.monotonic() - job.began)
         return reply
 
     def admit(self) -> None:
@@ -206,39 +195,29 @@ class Service:
     async def chat(self, request: Request) -> Response:
         body = await self.read(ChatBody, request)
         self.admit()
-        began, job = time.monotonic(), await self.begin(body)
+        job = await self.desk.begin(self.make_job(body))
         if body.stream:
             headers = {"x-selfcal-request-id": job.id, "cache-control": "no-cache"}
-            return StreamingResponse(self.events(job, began), media_type="text/event-stream", headers=headers)
+            return StreamingResponse(self.events(job), media_type="text/event-stream", headers=headers)
         try:
-            reply = self.reply(job, await unless_gone(request.receive, job.outcome()))
+            await unless_gone(request.receive, job.ended())
+            reply = self.reply(job)
         finally:
             self.desk.leave(job)
-        self.metrics.seconds.observe(time.monotonic() - began)
-        return JSONResponse(reply.completion(), headers=reply.headers)
+        return JSONResponse(reply, headers=headers_of(reply))
 
-    async def events(self, job: Job, began: float) -> AsyncIterator[str]:
+    async def events(self, job: Job) -> AsyncIterator[str]:
         """Yield an answer as events: tokens as they are drawn, or comments until a vote is decided."""
-        head, begun, most = chunk_head(job), False, job.strategy.max_samples
+        most = job.strategy.max_samples
         try:
             yield f": samples 0 of {most}\n\n"
-            while not isinstance(news := await job.next(), Outcome):
-                if isinstance(news, int):
-                    yield f": samples {news} of {most}\n\n"
-                    continue
-                if not begun:
-                    yield event(head | {"choices": [delta(role="assistant", content="")]})
-                begun = True
-                yield event(head | {"choices": [delta(content=news)]})
-            usage = bool(job.body.stream_options and job.body.stream_options.include_usage)
-            for chunk in self.reply(job, news).chunks(begun=begun, include_usage=usage):
-                yield event(chunk)
-            self.metrics.seconds.observe(time.monotonic() - began)
-        except Refused as refusal:  # the status has been sent
-            yield event(refusal.as_json())
-        except Exception:  # a fault of ours, which is this request's alone
-            _LOG.exception("A stream failed.")
-            yield event(Refused(500, "The server failed; its log says why.").as_json())
+            yield event(chunk(job, role="assistant", content=""))
+            async for news in job.news():
+                yield f": samples {news} of {most}\n\n" if isinstance(news, int) else event(chunk(job, content=news))
+            for content in chunks(job, self.reply(job)):
+                yield event(content)
+        except Exception as error:  # the status has been sent
+            yield event(refusal_of(error).as_json())
         except (asyncio.CancelledError, GeneratorExit):  # the client has gone
             self.metrics.disconnects.inc()
             raise
@@ -246,12 +225,26 @@ class Service:
             self.desk.leave(job)
         yield "data: [DONE]\n\n"
 
-    async def confidence_of_response(self, request: Request) -> Response:
-        """Read the chance that a response which somebody else wrote is right."""
-        body = await self.read(bodies.ConfidenceBody, request)
+    async def reading(
+        self, kind: type[Reading], work: Callable[[Reading], Coroutine[Any, Any, Any]], request: Request
+    ) -> Response:
+        """Answer what is read and not drawn, unless the client goes or the server's deadline comes."""
+        body = await self.read(kind, request)
         self.check_model(body.model)
+        self.admit()
+        self.desk.readings += 1
+        try:
+            async with asyncio.timeout(self.limits.deadline_s):
+                return JSONResponse(await unless_gone(request.receive, work(body)))
+        except TimeoutError:
+            raise Refused(504, f"Reading took longer than the deadline, {self.limits.deadline_s:g} seconds.") from None
+        finally:
+            self.desk.readings -= 1
+
+    async def confidence_of_response(self, body: ConfidenceBody) -> dict[str, Any]:
+        """Read the chance that a response which somebody else wrote is right."""
         messages = [turn.as_message() for turn in body.messages]
-        (sample,), _, _ = await self.in_time(request, partial(self.score, messages, [body.response]))
+        (sample,), _, _ = await self.score(messages, [body.response])
         answer = self.reader(body.task).extract(body.response)
         name, stated = f"conf-{uuid.uuid4().hex}", confidence_of(sample, self.confidence or "")
         known = {} if stated is None or answer is None else {STATED: stated}
@@ -259,23 +252,11 @@ class Service:
         read = replace(sample, answer=answer, confidences={**sample.confidences, **known})
         self.feedback.remember(name, messages[-1].content, read, told=value)
         described = self.calibration.describe(source)
-        return JSONResponse({
+        return {
             "id": name, "object": "confidence", "model": body.model or self.model, "confidence": value,
             "source": source, "calibrated": described is not None, "calibration": described, "answer": answer,
             "label_mass": (sample.yes_mass or 0.0) + (sample.no_mass or 0.0),
-        })  # fmt: skip
-
-    async def in_time(self, request: Request, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Return what ``work`` returns, unless its client goes or the server's deadline comes."""
-        self.admit()
-        self.desk.readings += 1
-        try:
-            async with asyncio.timeout(self.limits.deadline_s):
-                return await unless_gone(request.receive, work())
-        except TimeoutError:
-            raise Refused(504, f"Reading took longer than the deadline, {self.limits.deadline_s:g} seconds.") from None
-        finally:
-            self.desk.readings -= 1
+        }  # fmt: skip
 
     async def score(
         self, messages: list[Message], texts: list[str], *, begins: bool = False
@@ -292,49 +273,42 @@ class Service:
             wanted = (*query.yes_ids, *query.no_ids, *(response[0] for response in ids if begins))
             return prompt, ids, begin_probabilities(self.desk.engine, prompts, wanted)
 
-        def add(samples: list[Sample]) -> list[Sample]:
-            self.desk.reading = prompt
-            return [add_scores(sample, self.calibration.of_samples) for sample in samples]
+        def scored() -> list[Sample]:
+            self.desk.reading, samples = prompt, []
+            for i, (text, response, row) in enumerate(zip(texts, ids, rows, strict=not begins)):
+                yes, no = mass_of(row[:num_yes]), mass_of(row[num_yes:num_both])
+                sample = Sample("", i, 0, text, response, "stop", None, None, yes_mass=yes, no_mass=no)
+                samples.append(add_scores(sample, self.calibration.of_samples))
+            return samples
 
         prompt, ids, asked = await self.desk.do(ask)
         rows = [row for row in await asyncio.wrap_future(asked) if row is not None]
         if len(rows) < len(texts) + begins:
             raise Refused(400, "The engine refuses to read this: it may be longer than the model's context.")
-        samples = []
-        for i, (text, response, row) in enumerate(zip(texts, ids, rows, strict=not begins)):
-            yes, no = mass_of(row[:num_yes]), mass_of(row[num_yes:num_both])
-            samples.append(Sample("", i, 0, text, response, "stop", None, None, yes_mass=yes, no_mass=no))
         # A probe reads with the engine's model, which is the thread's.
-        scored = add(samples) if self.calibration.probe is None else await self.desk.do(partial(add, samples))
-        return scored, rows[-1][num_both:], len(prompt)
+        samples = scored() if self.calibration.probe is None else await self.desk.do(scored)
+        return samples, rows[-1][num_both:], len(prompt)
 
-    async def systemone(self, request: Request) -> Response:
+    async def decide(self, body: DecisionBody) -> dict[str, Any]:
         """Read a chance for each allowed answer, each as if it were a response."""
-        body = await self.read(DecisionBody, request)
-        self.check_model(body.model)
         if self.calibration.probe is not None:
             raise Refused(501, "A probe reads the states before the last token, where all options are the same.")
         options = {name: question.options(name) for name, question in body.questions.items()}
         answers, diagnostics, tokens = {}, {}, 0
-
-        async def decide() -> None:
-            nonlocal tokens
-            for name, one in body.questions.items():
-                labels = [label for label, *_ in options[name]]
-                asked = [Message("user", body.text_of(one, options[name]))]
-                samples, row, length = await self.score(asked, labels, begins=True)
-                stated = [confidence_of(sample, self.confidence or "") or 0.0 for sample in samples]
-                answers[name], mass = one.answer(options[name], stated), min(sum(row), 1.0)
-                diagnostics[name] = {"label_mass": mass, "argmax_is_label": max(row) > 1.0 - mass}
-                tokens += length * len(labels)
-
-        await self.in_time(request, decide)
-        return JSONResponse({
+        for name, one in body.questions.items():
+            labels = [label for label, *_ in options[name]]
+            asked = [Message("user", body.text_of(one, options[name]))]
+            samples, row, length = await self.score(asked, labels, begins=True)
+            stated = [confidence_of(sample, self.confidence or "") or 0.0 for sample in samples]
+            answers[name], mass = one.answer(options[name], stated), min(sum(row), 1.0)
+            diagnostics[name] = {"label_mass": mass, "argmax_is_label": max(row) > 1.0 - mass}
+            tokens += length * len(labels)
+        return {
             "id": f"decision-{body.request_id or uuid.uuid4().hex}", "object": "structured_decision",
             "created": int(time.time()), "model": self.model, "answers": answers,
             "usage": {"input_tokens": tokens, "output_tokens": 0}, "diagnostics": diagnostics,
             "selfcal": {"source": self.confidence, "calibration": self.calibration.describe(self.confidence)},
-        })  # fmt: skip
+        }  # fmt: skip
 
     async def take_feedback(self, request: Request) -> Response:
         body = await self.read(bodies.FeedbackBody, request)
@@ -371,12 +345,13 @@ class Service:
                         raise too_large
         except TimeoutError:
             raise Refused(408, f"The body did not come within {self.limits.read_s:g} seconds.") from None
-        return read_body(kind, content)
+        return bodies.read_body(kind, content)
 
     def app(self) -> ASGIApp:
-        posts = {
-            "/v1/chat/completions": self.chat, "/v1/confidence": self.confidence_of_response,
-            "/v1/systemone": self.systemone, "/v1/feedback": self.take_feedback,
+        posts: dict[str, Handler] = {
+            "/v1/chat/completions": self.chat, "/v1/feedback": self.take_feedback,
+            "/v1/confidence": partial(self.reading, ConfidenceBody, self.confidence_of_response),
+            "/v1/systemone": partial(self.reading, DecisionBody, self.decide),
         }  # fmt: skip
         gets = {"/v1/models": self.models, "/health": self.health, "/ready": self.ready, "/metrics": self.show_metrics}
         return Starlette(routes=[
@@ -385,11 +360,10 @@ class Service:
             for path, route in routes.items()
         ], exception_handlers={HTTPException: self._no_route})  # fmt: skip
 
-    async def _no_route(self, request: Request, error: Exception) -> Response:
-        status = error.status_code if isinstance(error, HTTPException) else 500
-        self.metrics.requests.labels("other", str(status)).inc()
+    async def _no_route(self, request: Request, error: Any) -> Response:
+        self.metrics.requests.labels("other", str(error.status_code)).inc()
         message = f"There is no {request.method} {request.url.path[:100]} here."
-        return refusal_response(Refused(status, message))
+        return refusal_response(Refused(error.status_code, message))
 
     def _guarded(self, path: str, route: Handler) -> Handler:
         """Return a route behind the key, whose refusals are errors of the protocol."""
@@ -403,14 +377,9 @@ class Service:
                     if not hmac.compare_digest(given.encode(), self.key.encode()):
                         raise Refused(401, "The key is missing or wrong.", code="invalid_api_key")
                 response = await route(request)
-            except (Refused, InputError, RequestsFailedError) as error:
+            except Exception as error:  # it is this request's alone
                 response = refusal_response(refusal_of(error))
-            except ClientDisconnect:
-                self.metrics.disconnects.inc()
-                response = Response(status_code=GONE)
-            except Exception:  # a fault of ours, which is this request's alone
-                _LOG.exception("A request failed.")
-                response = refusal_response(Refused(500, "The server failed; its log says why."))
+            self.metrics.disconnects.inc(response.status_code == GONE)
             self.metrics.requests.labels(path, str(response.status_code)).inc()
             return response
 

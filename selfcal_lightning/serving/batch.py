@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import logging
 import os
 from collections import Counter
 from collections.abc import Collection, Mapping
@@ -16,7 +15,6 @@ from selfcal_lightning.records import sample_seed
 from selfcal_lightning.serving.app import Service
 from selfcal_lightning.serving.bodies import ChatBody, Refused, read_body, refusal_of
 
-_LOG = logging.getLogger(__name__)
 URL = "/v1/chat/completions"
 PASSING = (500, 502, 503)  # refusals that say nothing about the request
 
@@ -81,8 +79,10 @@ async def run_requests(
 ) -> str:
     """Answer the requests that a file does not have, append what comes, and say how many."""
     room, statuses = asyncio.Semaphore(2 * service.desk.source.target), Counter[int]()
+    waiting = {name: line for name, line in requests.items() if name not in done}
+    bar = Progress(len(waiting), label="Answering", unit="requests", enabled=len(waiting) > 1)
 
-    async def answer(name: str, line: Mapping[str, Any], bar: Progress) -> None:
+    async def answer(name: str, line: Mapping[str, Any]) -> None:
         async with room:
             own_id = answer_id(line, service.settings.seed)
             try:
@@ -91,29 +91,21 @@ async def run_requests(
                 body = read_body(ChatBody, line["body"])
                 if body.stream:
                     raise Refused(400, "A batch does not stream.", param="stream")
-                job = await service.begin(body, name=own_id, key=name)
-                status, content = 200, service.reply(job, await job.outcome()).completion()
-            except (Refused, InputError) as error:
+                job = await service.desk.begin(service.make_job(body, name=own_id, key=name))
+                await job.ended()
+                status, content = 200, service.reply(job)
+            except Exception as error:  # it is this request's alone
                 if service.desk.died is not None:
                     return  # no answer: the same command asks again
                 refusal = refusal_of(error)
                 status, content = refusal.status, refusal.as_json()
-            except Exception as error:  # a fault of ours ends no other request
-                _LOG.exception("A request failed.")
-                status, content = 500, Refused(500, f"{type(error).__name__}: {error}").as_json()
             response = {"status_code": status, "request_id": own_id, "body": content}
             append_line(file, {"id": own_id, "custom_id": name, "response": response, "error": None})
             statuses[status] += 1
             bar.update(1)
 
-    waiting = {name: line for name, line in requests.items() if name not in done}
-    with file, Progress(len(waiting), label="Answering", unit="requests", enabled=len(waiting) > 1) as bar:
-        try:
-            async with asyncio.TaskGroup() as group:
-                for name, line in waiting.items():
-                    group.create_task(answer(name, line, bar))
-        except ExceptionGroup as errors:  # such as a full disk
-            raise errors.exceptions[0] from None
+    with file, bar:
+        await asyncio.gather(*(answer(name, line) for name, line in waiting.items()))
         os.fsync(file.fileno())
     await service.desk.close(0.1)
     if (died := service.desk.died) is not None:

@@ -1,9 +1,14 @@
 """What clients send: bodies of the OpenAI protocol with one object ``selfcal`` inside, checked where they come in."""
 
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeVar
+import json
+import logging
+import string
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, Field, ValidationError, model_validator
+from starlette.requests import ClientDisconnect
 
 from selfcal_lightning.core.errors import InputError, did_you_mean
 from selfcal_lightning.engines.base import RequestsFailedError
@@ -22,7 +27,20 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 # Of a message that a client repeats from an answer; models do not read it again.
 UNREAD = {"refusal", "annotations", "reasoning", "reasoning_content", "provider_specific_fields"}
+# How the model is told to reply, and with what; `criteria` of each type in words.
+TYPES: dict[str, tuple[str, Sequence[str], str]] = {
+    "noul": ("Answer with yes or no only.", ("yes", "no"), "to be null or to describe `true` and `false`"),
+    "choice": (
+        "Answer with the letter of one option only.",
+        string.ascii_uppercase,
+        "to map 1 to 26 names of options to a description or null",
+    ),
+    "score": ("Answer with the number of one level only.", string.digits, "to be a list of 2 to 10 levels"),
+}
+Choices = list[tuple[str, str, Any]]  # the label that the model replies with, the name, and the description
 MOST_SEED = 2**62
+GONE = 499  # for the log and the metrics: nobody reads it
+_LOG = logging.getLogger(__name__)
 Body = TypeVar("Body", bound=BaseModel)
 
 
@@ -38,14 +56,25 @@ class Refused(Exception):  # noqa: N818 - it is the client's, and becomes a stat
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
 
-class Strict(BaseModel, extra="forbid", protected_namespaces=()):
-    """An object of whose keys none is dropped in silence."""
+def refusal_of(error: Exception) -> Refused:
+    """Return what a client is told; what nobody expects is a fault of ours, which is this request's alone."""
+    if isinstance(error, Refused):
+        return error
+    if isinstance(error, InputError):
+        return Refused(400, str(error))
+    if isinstance(error, RequestsFailedError):
+        return Refused(502, "The engine cannot read this.")
+    if isinstance(error, ClientDisconnect):
+        return Refused(GONE, "The client has gone.")
+    _LOG.error("A request failed.", exc_info=error)
+    return Refused(500, "The server failed; its log says why.")
 
 
 Threshold = Annotated[float, Field(ge=0.0, le=1.0)]
+Role = Literal["system", "developer", "user", "assistant", "tool"]
 
 
-class Options(Strict):
+class Options(BaseModel, extra="forbid"):
     """The object ``selfcal`` of a request. None is the server's own setting, which is also the most there is."""
 
     strategy: str | None = None
@@ -60,24 +89,20 @@ class Options(Strict):
     seed: Annotated[int, Field(ge=0, lt=MOST_SEED)] | None = None
 
 
-class StreamOptions(Strict):
+class StreamOptions(BaseModel, extra="forbid"):
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
 
 
-class Lenient(BaseModel, extra="allow"):
-    """An object with keys that clients add, which are looked at later."""
-
-
-class Part(Lenient):
+class Part(BaseModel, extra="allow"):
     type: str
     text: str | None = None
 
 
-class Turn(Lenient):
+class Turn(BaseModel, extra="allow"):
     """A message; ``content`` is text, or a list of parts that are text."""
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Annotated[Role, AfterValidator(lambda role: "system" if role == "developer" else role)]
     content: str | list[Part] | None = None
     tool_calls: list[dict[str, Any]] | None = None
     tool_call_id: str | None = None
@@ -89,9 +114,8 @@ class Turn(Lenient):
 
     def as_turn(self) -> dict[str, Any]:
         """Return the message as any server of the protocol takes it; ``as_message`` has checked it."""
-        role = "system" if self.role == "developer" else self.role
         further = {"tool_calls": self.tool_calls, "tool_call_id": self.tool_call_id}
-        return {"role": role, "content": self.text} | {name: value for name, value in further.items() if value}
+        return {"role": self.role, "content": self.text} | {name: value for name, value in further.items() if value}
 
     def as_message(self) -> Message:
         """Return the message as chat templates take it; calls of tools are written as models write them."""
@@ -105,12 +129,11 @@ class Turn(Lenient):
             calls = "".join(map(written_call, self.tool_calls or ()))
         except (KeyError, TypeError, ValueError, RecursionError) as error:
             raise Refused(400, f"Expected `tool_calls` to hold functions with arguments in JSON: {error}.") from error
-        text = self.text + calls if self.text else calls.removeprefix("\n")
-        return Message("system" if self.role == "developer" else self.role, text)
+        return Message(self.role, self.text + calls if self.text else calls.removeprefix("\n"))
 
 
-class ChatBody(Lenient):
-    """The body of ``/v1/chat/completions``."""
+class ChatBody(BaseModel, extra="allow"):
+    """The body of ``/v1/chat/completions``; a strategy and a threshold in the model's name become options."""
 
     model: str
     messages: Annotated[list[Turn], Field(min_length=1)]
@@ -128,22 +151,24 @@ class ChatBody(Lenient):
 
     @property
     def stops(self) -> tuple[str, ...]:
-        found = tuple(text for text in ([self.stop] if isinstance(self.stop, str) else self.stop or ()) if text)
-        if len(found) > MOST_STOPS:
-            raise Refused(400, f"Expected at most {MOST_STOPS} texts in `stop`, but got {len(found)}.", param="stop")
-        return found
+        return tuple(filter(None, [self.stop] if isinstance(self.stop, str) else self.stop or ()))
 
-    @property
-    def strategy(self) -> str | None:
-        """As the object ``selfcal`` asks, or else the model's name."""
-        return self.selfcal.strategy or split_name(self.model)[1]
+    @model_validator(mode="after")
+    def check(self) -> Self:
+        """Refuse what would change the answer and cannot be done."""
+        for name, value in (self.model_extra or {}).items():
+            if name not in HARMLESS and value is not None and value not in NEUTRAL.get(name, ()):
+                can = f" other than {NEUTRAL[name][0]!r}" if name in NEUTRAL else ""
+                raise Refused(400, f"This server does not know `{name}`{can}. Leave it out.", param=name)
+        if (found := len(self.stops)) > MOST_STOPS:
+            raise Refused(400, f"Expected at most {MOST_STOPS} texts in `stop`, but got {found}.", param="stop")
+        _, strategy, threshold = split_name(self.model)
+        self.selfcal.strategy = self.selfcal.strategy or strategy
+        self.selfcal.threshold = threshold if self.selfcal.threshold is None else self.selfcal.threshold
+        return self
 
-    @property
-    def threshold(self) -> float | None:
-        return split_name(self.model)[2] if self.selfcal.threshold is None else self.selfcal.threshold
 
-
-class ConfidenceBody(Strict):
+class ConfidenceBody(BaseModel, extra="forbid"):
     """The body of ``/v1/confidence``: a chat, and a response to it that somebody else wrote."""
 
     model: str | None = None
@@ -152,11 +177,66 @@ class ConfidenceBody(Strict):
     task: str | None = None
 
 
-class FeedbackBody(Strict):
-    """The body of ``/v1/feedback``."""
-
+class FeedbackBody(BaseModel, extra="forbid"):
     request_id: str
     correct: bool
+
+
+class DecisionQuestion(BaseModel, extra="forbid"):
+    type: Literal["noul", "choice", "score"]
+    instructions: Any = ""
+    criteria: Any = None
+
+    def options(self, name: str) -> Choices:
+        """Return the options, or raise Refused where the ``criteria`` of this question are not what its type takes."""
+        _, labels, wanted = TYPES[self.type]
+        given, found = self.criteria, list[tuple[str, Any]]()
+        if self.type == "noul" and (given is None or (isinstance(given, dict) and given.keys() <= {"true", "false"})):
+            found = [("yes", (given or {}).get("true")), ("no", (given or {}).get("false"))]
+        elif self.type == "choice" and isinstance(given, dict):
+            found = [(str(option), text) for option, text in given.items()]
+        elif self.type == "score" and isinstance(given, list) and len(given) > 1:
+            found = [(str(level), None) for level in given]
+        if not 1 <= len(found) <= len(labels):
+            raise Refused(400, f"Expected `criteria` {wanted}.", param=f"questions.{name}.criteria")
+        return [(label, *option) for label, option in zip(labels, found, strict=False)]
+
+    def answer(self, options: Choices, stated: Sequence[float]) -> dict[str, Any]:
+        """Return the answer by the confidence in each option; their shares add up to 1.
+
+        ``confidence`` is the calibrated chance that the option of most confidence is right.
+        """
+        total = sum(stated)
+        shares = [value / total if total > 0.0 else 1.0 / len(stated) for value in stated]
+        top = max(range(len(stated)), key=stated.__getitem__)
+        found: dict[str, Any] = {"type": self.type, "confidence": stated[top]}
+        if self.type == "score":
+            found["score"] = sum(level * share for level, share in enumerate(shares))
+            found["legend"] = {label: name for label, name, _ in options}
+        else:
+            found[self.type] = shares[0] if self.type == "noul" else options[top][1]
+        names = [label if self.type == "score" else name for label, name, _ in options]
+        return found | {"probabilities": dict(zip(names, shares, strict=True))}
+
+
+class DecisionBody(BaseModel, extra="forbid"):
+    """The body of ``/v1/systemone``, in the fields of vLLM's structured decisions."""
+
+    model: str | None = None
+    state: Any
+    questions: Annotated[dict[str, DecisionQuestion], Field(min_length=1, max_length=64)]
+    instructions: str | None = None
+    request_id: str | None = None
+
+    def text_of(self, question: DecisionQuestion, options: Choices) -> str:
+        state = self.state if isinstance(self.state, str) else json.dumps(self.state, ensure_ascii=False)
+        asked = f"Question: {question.instructions}" if question.instructions else None
+        lines = [self.instructions, f"{state}\n", asked]
+        for label, name, description in options:
+            parts = (name if question.type != "noul" else None, description)
+            shown = " - ".join(str(part) for part in parts if part not in (None, ""))
+            lines.append(f"{label}: {shown}".removesuffix(": "))
+        return "\n".join(line for line in [*lines, TYPES[question.type][0]] if line)
 
 
 def read_body(kind: type[Body], content: bytes | Mapping[str, Any]) -> Body:
@@ -165,8 +245,7 @@ def read_body(kind: type[Body], content: bytes | Mapping[str, Any]) -> Body:
         return kind.model_validate_json(content) if isinstance(content, bytes) else kind.model_validate(content)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-        place = ".".join(str(part) for part in first["loc"])
-        near = ""
+        place, near = ".".join(map(str, first["loc"])), ""
         if first["type"] == "extra_forbidden":
             names = [f.alias or n for n, f in (Options if place.startswith("selfcal.") else kind).model_fields.items()]
             near = did_you_mean(str(first["loc"][-1]), names)
@@ -174,34 +253,11 @@ def read_body(kind: type[Body], content: bytes | Mapping[str, Any]) -> Body:
         raise Refused(400, message, param=place or None) from None
 
 
-def check_extras(body: ChatBody) -> None:
-    """Refuse what would change the answer and cannot be done."""
-    for name, value in (body.model_extra or {}).items():
-        if name in HARMLESS or value is None or (name in NEUTRAL and value in NEUTRAL[name]):
-            continue
-        can = f" other than {NEUTRAL[name][0]!r}" if name in NEUTRAL else ""
-        raise Refused(400, f"This server does not know `{name}`{can}. Leave it out.", param=name)
-
-
 def split_name(name: str) -> tuple[str, str | None, float | None]:
-    """Return model, strategy and threshold of a model's name, for clients that cannot send the object ``selfcal``.
-
-    Example:
-        >>> split_name("qwen@adaptive_consistency:0.9"), split_name("qwen")
-        (('qwen', 'adaptive_consistency', 0.9), ('qwen', None, None))
-    """
+    """Return model, strategy and threshold of a model's name, for clients that cannot send the object ``selfcal``."""
     model, _, rest = name.partition("@")
     strategy, _, threshold = rest.partition(":")
-    try:
-        value = float(threshold) if threshold else None
-    except ValueError:
-        value = -1.0
-    if value is not None and not 0.0 <= value <= 1.0:
-        raise Refused(400, f"Expected the threshold in `model` to lie in [0, 1], but got {threshold!r}.", param="model")
-    return model, strategy or None, value
-
-
-def refusal_of(error: Refused | InputError | RequestsFailedError) -> Refused:
-    if isinstance(error, Refused):
-        return error
-    return Refused(400, str(error)) if isinstance(error, InputError) else Refused(502, "The engine cannot read this.")
+    with suppress(ValueError):
+        if not threshold or 0.0 <= float(threshold) <= 1.0:
+            return model, strategy or None, float(threshold) if threshold else None
+    raise Refused(400, f"Expected the threshold in `model` to lie in [0, 1], but got {threshold!r}.", param="model")

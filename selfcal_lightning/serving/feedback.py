@@ -1,8 +1,7 @@
 """What clients say was right: a pool that `fit-confidence` reads, and what the server is worth by it."""
 
 import math
-from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -14,7 +13,7 @@ from selfcal_lightning.core.files import append_line, open_lines, read_json_line
 from selfcal_lightning.metrics.calibration import brier_score, expected_calibration_error
 from selfcal_lightning.records import Sample
 from selfcal_lightning.serving.bodies import Refused
-from selfcal_lightning.serving.desk import Desk, Outcome
+from selfcal_lightning.serving.desk import Desk
 
 LABELS, TOLD = "labels.jsonl", "told"
 REMEMBERED = 10_000  # answers that feedback may still come for
@@ -25,7 +24,7 @@ class Feedback:
 
     def __init__(self, folder: Path | None) -> None:
         self.path = None if folder is None else folder / LABELS
-        self.answers: OrderedDict[str, dict[str, Any]] = OrderedDict()
+        self.answers: dict[str, dict[str, Any]] = {}
         self.labelled: dict[str, tuple[float | None, bool]] = {}
         if self.path is not None:
             self.file, _ = open_lines(self.path, begin=b'{"id": "', way_out="Name another `feedback_dir`.")
@@ -40,8 +39,8 @@ class Feedback:
         response = {"text": sample.text, "answer": sample.answer, "confidence": confidence, "tokens": sample.num_tokens}
         self.answers[name] = {"id": name, "task": "local_text", "split": "calibration", "question": question}
         self.answers[name] |= {"reference": None, "responses": [response]}
-        while len(self.answers) > REMEMBERED:
-            self.answers.popitem(last=False)
+        if len(self.answers) > REMEMBERED:
+            del self.answers[next(iter(self.answers))]
 
     def label(self, name: str, *, correct: bool) -> None:
         """Take a label in; an answer has one."""
@@ -81,12 +80,14 @@ class Metrics:
         ):
             Gauge(f"feedback_{name}", text, **own).set_function(partial(from_labels, feedback, measure))
 
-    def count(self, outcome: Outcome, stated: float | None) -> None:
-        self.stops.labels(outcome.stop_reason).inc()
-        self.samples.observe(outcome.verdict.samples_used)
-        self.failed.inc(outcome.failed)
-        if stated is not None:
-            self.confidence.observe(stated)
+    def count(self, told: Mapping[str, Any], *, seconds: float) -> None:
+        """Count an answer by its object ``selfcal``."""
+        self.seconds.observe(seconds)
+        self.stops.labels(told["stop_reason"]).inc()
+        self.samples.observe(told["samples_used"])
+        self.failed.inc(told["samples_failed"])
+        if told["confidence"] is not None:
+            self.confidence.observe(told["confidence"])
 
 
 def from_labels(feedback: Feedback, measure: Callable[[list[float], list[float]], float | None]) -> float:

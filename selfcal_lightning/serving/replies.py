@@ -13,7 +13,7 @@ from selfcal_lightning.data.tasks.judging import is_failed, total_tokens
 from selfcal_lightning.inference.answering import best_response
 from selfcal_lightning.inference.chat_source import VERBALIZED
 from selfcal_lightning.records import Sample
-from selfcal_lightning.serving.desk import Job, Outcome
+from selfcal_lightning.serving.desk import Job
 
 PIECE = 48  # characters in a chunk of an answer that is known already
 OF_STRATEGY = ("early", "budget")  # what was cut short is another procedure than the one a guarantee was fitted for
@@ -45,98 +45,80 @@ class Calibration:
 
     def describe(self, source: str | None) -> dict[str, Any] | None:
         """Return how the confidence ``source`` was calibrated; None where nobody did."""
-        for scorer in self.scorers:
-            if scorer.name == source:
-                if isinstance(scorer, Fusion):
-                    method, score = "fusion", next(reversed([*scorer.scores, *scorer.held_out_scores]), None)
-                else:
-                    method, score = scorer.map.kind, scorer.held_out_after or scorer.after
-                ece = None if score is None else score.ece
-                return {"method": method, "questions": scorer.fitted_on.num_questions, "ece": ece}
-        if self.probe is not None and source == self.probe.name and (seen := self.probe.fitted_on) is not None:
-            return {"method": source, "questions": seen.num_questions, "ece": None}
-        if source != P_TRUE or self.manifest is None:
-            return None
-        metrics = self.manifest.get("metrics") or {}
-        questions, ece = metrics.get("val/count/Questions"), metrics.get("val/calibration/ECE")
-        return {"method": "self_calibration", "questions": questions, "ece": ece}
-
-
-@dataclass(frozen=True)
-class Reply:
-    """An answer, ready to be written; ``best`` is the sample that it is."""
-
-    job: Job
-    best: Sample | None
-    message: dict[str, Any]
-    finish_reason: str
-    usage: dict[str, Any] | None
-    selfcal: dict[str, Any]
-
-    @property
-    def headers(self) -> dict[str, str]:
-        confidence = self.selfcal["confidence"]
-        return {
-            "x-selfcal-confidence": "" if confidence is None else f"{confidence:.6f}",
-            "x-selfcal-samples": str(self.selfcal["samples_used"]),
-            "x-selfcal-stop-reason": self.selfcal["stop_reason"],
-            "x-selfcal-request-id": self.job.id,
-        }
-
-    def completion(self) -> dict[str, Any]:
-        choice = {"index": 0, "message": self.message, "finish_reason": self.finish_reason, "logprobs": None}
-        head = chunk_head(self.job)
-        return {**head, "object": "chat.completion", "choices": [choice], "usage": self.usage, "selfcal": self.selfcal}
-
-    def chunks(self, *, begun: bool, include_usage: bool) -> Iterator[dict[str, Any]]:
-        """Yield the chunks of what was not passed on yet; ``begun`` says whether the role was."""
-        head, message = chunk_head(self.job), self.message
-        if not begun:
-            yield head | {"choices": [delta(role="assistant", content="")]}
-        if message["refusal"] is not None:
-            yield head | {"choices": [delta(refusal=message["refusal"])]}
-        elif "tool_calls" in message:
-            calls = [{"index": i, **call} for i, call in enumerate(message["tool_calls"])]
-            yield head | {"choices": [delta(tool_calls=calls)]}
+        method, questions, ece = source, None, None
+        if (scorer := next((one for one in self.scorers if one.name == source), None)) is not None:
+            if isinstance(scorer, Fusion):
+                method, score = "fusion", next(reversed([*scorer.scores, *scorer.held_out_scores]), None)
+            else:
+                method, score = scorer.map.kind, scorer.held_out_after or scorer.after
+            questions, ece = scorer.fitted_on.num_questions, None if score is None else score.ece
+        elif self.probe is not None and source == self.probe.name and self.probe.fitted_on is not None:
+            questions = self.probe.fitted_on.num_questions
+        elif source == P_TRUE and self.manifest is not None:
+            metrics = self.manifest.get("metrics") or {}
+            method, questions = "self_calibration", metrics.get("val/count/Questions")
+            ece = metrics.get("val/calibration/ECE")
         else:
-            rest = message["content"][self.job.sent :]
-            for start in range(0, len(rest), PIECE):
-                yield head | {"choices": [delta(content=rest[start : start + PIECE])]}
-        yield head | {"choices": [delta() | {"finish_reason": self.finish_reason}], "selfcal": self.selfcal}
-        if include_usage:
-            yield head | {"choices": [], "usage": self.usage}
+            return None
+        return {"method": method, "questions": questions, "ece": ece}
 
 
-def chunk_head(job: Job) -> dict[str, Any]:
-    return {"id": job.id, "object": "chat.completion.chunk", "created": job.created, "model": job.body.model}
+def headers_of(reply: Mapping[str, Any]) -> dict[str, str]:
+    told = reply["selfcal"]
+    return {
+        "x-selfcal-confidence": "" if told["confidence"] is None else f"{told['confidence']:.6f}",
+        "x-selfcal-samples": str(told["samples_used"]),
+        "x-selfcal-stop-reason": told["stop_reason"],
+        "x-selfcal-request-id": reply["id"],
+    }
 
 
-def delta(**content: Any) -> dict[str, Any]:
-    return {"index": 0, "delta": content, "finish_reason": None, "logprobs": None}
+def head(job: Job, kind: str) -> dict[str, Any]:
+    return {"id": job.id, "object": kind, "created": job.created, "model": job.body.model}
+
+
+def chunk(job: Job, finish_reason: str | None = None, **delta: Any) -> dict[str, Any]:
+    choice = {"index": 0, "delta": delta, "finish_reason": finish_reason, "logprobs": None}
+    return head(job, "chat.completion.chunk") | {"choices": [choice]}
+
+
+def chunks(job: Job, reply: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the chunks of what was not passed on yet."""
+    (choice,) = reply["choices"]
+    message = choice["message"]
+    if message["refusal"] is not None:
+        yield chunk(job, refusal=message["refusal"])
+    elif "tool_calls" in message:
+        yield chunk(job, tool_calls=[{"index": i, **call} for i, call in enumerate(message["tool_calls"])])
+    else:
+        for start in range(job.sent, len(message["content"]), PIECE):
+            yield chunk(job, content=message["content"][start : start + PIECE])
+    yield chunk(job, choice["finish_reason"]) | {"selfcal": reply["selfcal"]}
+    if job.body.stream_options is not None and job.body.stream_options.include_usage:
+        yield chunk(job) | {"choices": [], "usage": reply["usage"]}
 
 
 def choose(
-    job: Job, outcome: Outcome, used: list[Sample], values: list[float | None], read: str | None
+    job: Job, used: list[Sample], values: list[float | None], read: str | None
 ) -> tuple[Sample | None, str | None, float | None, str | None, str]:
     """Return the response that is given, its answer, how sure the server is, by which confidence, and what chose it.
 
     ``values`` are the confidences ``read`` of the samples ``used``. Where no two responses agree there is no vote, and
     the most confident response is given.
     """
-    verdict, own = outcome.verdict, job.strategy.confidence
+    verdict, own = job.verdict, job.strategy.confidence
     answer, stated, chosen_by = verdict.answer, verdict.confidence, "strategy"
     source: str | None = own or VOTE_SHARE
-    read_ones = [(one, value) for one, value in zip(used, values, strict=True) if one.answer is not None]
-    known = [(value, -i, one) for i, (one, value) in enumerate(read_ones) if value is not None]
-    nothing_agreed = len({one.answer for one, _ in read_ones}) == len(read_ones) > 1
-    best: Sample | None
-    if nothing_agreed and known and own is None:
-        stated, _, best = max(known)
+    answers = [one.answer for one in used if one.answer is not None]
+    pairs = enumerate(zip(used, values, strict=True))
+    known = [(value, -i) for i, (one, value) in pairs if one.answer is not None and value is not None]
+    best = best_response(verdict, job.samples, read) or next(iter(used), None)
+    if own is None and known and len(set(answers)) == len(answers) > 1:  # nothing agrees
+        stated, at = max(known)
+        best = used[-at]
         answer, source, chosen_by = best.answer, read, "confidence"
-    else:
-        best = best_response(verdict, outcome.samples, read) or next(iter(used), None)
-        if len(used) == 1 or stated is None:  # one vote always agrees with itself
-            stated, source = None if best is None or answer is None else values[used.index(best)], read
+    elif len(used) == 1 or stated is None:  # one vote always agrees with itself
+        stated, source = None if best is None or answer is None else values[used.index(best)], read
     if read == VERBALIZED and own is None and best is not None:
         both = hybrid([one.answer for one in used], values, num_samples=len(used))[used.index(best)]
         if both is not None:
@@ -144,15 +126,16 @@ def choose(
     return best, answer, stated, source, chosen_by
 
 
-def make_reply(
-    job: Job, outcome: Outcome, *, calibration: Calibration, confidence: str | None, threshold: float | None
-) -> Reply:
-    """Return the answer; ``confidence`` is what is read of each response, whether or not the strategy reads it."""
-    verdict, fitted, options = outcome.verdict, job.fitted, job.body.selfcal
-    used = [sample for sample in outcome.samples[: verdict.samples_used] if not is_failed(sample)]
+def make_reply(job: Job, *, calibration: Calibration, confidence: str | None) -> tuple[dict[str, Any], Sample | None]:
+    """Return the completion and the sample that it gives.
+
+    ``confidence`` is what is read of each response, whether or not the strategy reads it.
+    """
+    verdict, fitted, options = job.verdict, job.fitted, job.body.selfcal
+    used = [sample for sample in job.samples[: verdict.samples_used] if not is_failed(sample)]
     read = job.strategy.confidence or confidence
     values = [None if read is None else confidence_of(sample, read) for sample in used]
-    best, answer, raw, source, chosen_by = choose(job, outcome, used, values, read)
+    best, answer, raw, source, chosen_by = choose(job, used, values, read)
     agreed = Cocoa.of_clusters(used, [one.answer for one in used])[used.index(best)] if best in used else None
     given = ((VOTE_SHARE if source == VOTE_SHARE else STATED, raw), (Cocoa.name, agreed))
     known = {name: value for name, value in given if value is not None}
@@ -160,9 +143,12 @@ def make_reply(
         best = replace(best, confidences={**best.confidences, **known})
     scaled = calibration.of_answer(known)
     stated, source = scaled or (raw, source)
+    threshold = getattr(job.strategy, "threshold", None) if options.threshold is None else options.threshold
+    if threshold is not None and getattr(job.strategy, "criterion", None) == "entropy":
+        threshold = 1.0 - threshold  # the confidence is one minus the entropy, which has to fall to it
     is_low = answer is None or (threshold is not None and (stated is None or stated < threshold))
     guarantee = None
-    if fitted is not None and fitted.target == "risk" and outcome.stop_reason in OF_STRATEGY:
+    if fitted is not None and fitted.target == "risk" and job.stop_reason in OF_STRATEGY:
         is_low = not fitted.answers(verdict)
         if not is_low:
             guarantee = {"error_rate": fitted.value, "chance_that_it_fails": fitted.delta, "promise": fitted.promise}
@@ -178,60 +164,39 @@ def make_reply(
         message |= {"content": None, "tool_calls": calls}
     # A share of weighted votes, or a posterior, is not what was calibrated.
     described = None if scaled is None and stated not in values else calibration.describe(source)
-    drawn = [
-        {"text": one.text, "answer": one.answer, "confidence": value, "tokens": one.num_tokens}
-        for one, value in zip(used, values, strict=True)
-    ]
+    told: dict[str, Any] = {"confidence": stated, "raw_confidence": raw, "source": source, "cocoa": agreed}
+    told |= {"calibrated": described is not None, "calibration": described}
+    told |= {"answer": answer if shown else None, "chosen_by": chosen_by}
+    told |= {"candidates": _candidates(used, values) if shown else [], "samples_used": verdict.samples_used}
+    told |= {"samples_cancelled": max(verdict.samples_generated - verdict.samples_used, 0)}
+    told |= {"samples_failed": sum(map(is_failed, job.samples)), "stop_reason": job.stop_reason}
+    told |= {"guarantee": guarantee, "abstained": not shown}
+    if options.return_ == "all" and shown:
+        told["samples"] = [
+            {"text": one.text, "answer": one.answer, "confidence": value, "tokens": one.num_tokens}
+            for one, value in zip(used, values, strict=True)
+        ]
     finish_reason = "tool_calls" if "tool_calls" in message else "length" if is_cut else "stop"
-    return Reply(
-        job,
-        best,
-        message,
-        finish_reason,
-        _usage(job, outcome),
-        {
-            "confidence": stated,
-            "raw_confidence": raw,
-            "source": source,
-            "cocoa": agreed,
-            "calibrated": described is not None,
-            "calibration": described,
-            "answer": answer if shown else None,
-            "chosen_by": chosen_by,
-            "candidates": _candidates(used, values) if shown else [],
-            "samples_used": verdict.samples_used,
-            "samples_cancelled": max(verdict.samples_generated - verdict.samples_used, 0),
-            "samples_failed": outcome.failed,
-            "stop_reason": outcome.stop_reason,
-            "guarantee": guarantee,
-            "abstained": not shown,
-            **({"samples": drawn} if options.return_ == "all" and shown else {}),
-        },
-    )
+    choice = {"index": 0, "message": message, "finish_reason": finish_reason, "logprobs": None}
+    return {**head(job, "chat.completion"), "choices": [choice], "usage": _usage(job), "selfcal": told}, best
 
 
-def _usage(job: Job, outcome: Outcome) -> dict[str, int] | None:
-    """Return what was read, queries included, and drawn; None where a closed server does not say.
-
-    What such a server dropped, nobody knows.
-    """
-    drawn = outcome.verdict.tokens_generated
-    drawn = total_tokens(outcome.samples, 0) if drawn is None else drawn - outcome.queries
+def _usage(job: Job) -> dict[str, int] | None:
+    """Return what was read, queries included, and drawn; None where a closed server does not say."""
+    drawn = job.verdict.tokens_generated
+    drawn = total_tokens(job.samples, 0) if drawn is None else drawn - job.queries
     if drawn is None:
         return None
-    read = job.prompt_tokens + outcome.queries
+    read = job.prompt_tokens + job.queries
     return {"prompt_tokens": read, "completion_tokens": drawn, "total_tokens": read + drawn}
 
 
 def _candidates(used: Sequence[Sample], values: Sequence[float | None]) -> list[dict[str, Any]]:
     """Return the answers, most votes first."""
-    found: dict[str, list[float | None]] = {}
-    for sample, value in zip(used, values, strict=True):
-        if sample.answer is not None:
-            found.setdefault(sample.answer, []).append(value)
     rows = []
-    for answer, stated in found.items():
+    for answer in dict.fromkeys(sample.answer for sample in used if sample.answer is not None):
+        stated = [value for sample, value in zip(used, values, strict=True) if sample.answer == answer]
         known = [value for value in stated if value is not None]
-        weight, most = (sum(known), max(known)) if known else (None, None)
+        weight, most = sum(known) if known else None, max(known, default=None)
         rows.append({"answer": answer, "votes": len(stated), "weight": weight, "confidence": most})
     return sorted(rows, key=lambda row: -row["votes"])

@@ -34,10 +34,6 @@ def serve(service: Service, *, host: str, port: int) -> None:
             elif self.late.cancelled():
                 self.late = self.loop.call_later(limits.read_s, self.transport.close)
 
-        def connection_lost(self, error: Exception | None) -> None:
-            self.late.cancel()
-            super().connection_lost(error)
-
     class Server(uvicorn.Server):
         """Takes no more questions when it is asked to end, and ends when the others are answered."""
 

@@ -45,9 +45,9 @@ from selfcal_lightning.serving import running
 from selfcal_lightning.serving.app import Service
 from selfcal_lightning.serving.batch import run_requests
 from selfcal_lightning.serving.bodies import ChatBody, Refused, Turn, read_body, split_name
-from selfcal_lightning.serving.desk import Desk, Job, Outcome, Reader
+from selfcal_lightning.serving.desk import Desk, Job, Reader
 from selfcal_lightning.serving.feedback import Feedback, from_labels
-from selfcal_lightning.serving.replies import Calibration, Reply
+from selfcal_lightning.serving.replies import Calibration
 from selfcal_lightning.serving.settings import Limits, ServiceSettings
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {"b": 1, "a": [2]}}\n</tool_call>'
@@ -212,7 +212,7 @@ def test_a_batch_whose_engine_died_writes_no_answer_for_it(tmp_path: Path) -> No
     async def close(patience: float) -> None:
         pass
 
-    server.begin, server.desk.close = refuse, close
+    server.desk.begin, server.desk.close = refuse, close
     with target.open("wb") as file, pytest.raises(RunError, match="gone"):
         asyncio.run(run_requests(server, {"a": line}, file, set()))
     assert target.read_text() == ""
@@ -488,6 +488,11 @@ def make_job(server: Service, asked: dict[str, Any]) -> Job:
     return asyncio.run(make())
 
 
+def reply_to(server: Service, job: Job, verdict: Verdict, samples: Iterable[Sample], reason: str) -> dict[str, Any]:
+    job.verdict, job.samples, job.stop_reason = verdict, tuple(samples), reason
+    return server.reply(job)
+
+
 def sampled(job: Job, rows: Iterable[tuple[str, float]]) -> tuple[Sample, ...]:
     """Return samples of these texts and P(True)."""
     return tuple(
@@ -523,16 +528,16 @@ def guaranteed() -> FittedThreshold:
 def test_a_guarantee_is_given_only_for_what_it_was_fitted_on(fields: dict, options: dict, holds: bool) -> None:
     server = service(guaranteed())
 
-    def ask(yes_mass: float) -> Reply:
+    def ask(yes_mass: float) -> dict[str, Any]:
         job = make_job(server, {"model": "m", "messages": MESSAGES, "selfcal": options, **fields})
         verdict = Verdict(job.id, "4", yes_mass, None, 1, stopped_early=True)
-        return server.reply(job, Outcome(verdict, sampled(job, [("4", yes_mass)]), "early"))
+        return reply_to(server, job, verdict, sampled(job, [("4", yes_mass)]), "early")
 
     sure, unsure = ask(0.85), ask(0.7)
-    assert (sure.selfcal["guarantee"] is not None) == holds
-    assert unsure.selfcal["guarantee"] is None
+    assert (sure["selfcal"]["guarantee"] is not None) == holds
+    assert unsure["selfcal"]["guarantee"] is None
     given = None if "on_low" in options else "4"
-    assert (unsure.message["content"], unsure.selfcal["answer"]) == (given, given)
+    assert (unsure["choices"][0]["message"]["content"], unsure["selfcal"]["answer"]) == (given, given)
 
 
 def test_a_label_keeps_cocoa_which_a_scaler_turns_into_the_confidence() -> None:
@@ -540,26 +545,26 @@ def test_a_label_keeps_cocoa_which_a_scaler_turns_into_the_confidence() -> None:
     server = service()
     asked = {"model": "m", "messages": MESSAGES, "selfcal": {"strategy": "self_consistency", "max_samples": 3}}
 
-    def ask() -> Reply:
+    def ask() -> dict[str, Any]:
         job = make_job(server, asked)
         rows = enumerate(("4", "5", "4"))
         samples = tuple(Sample(job.id, i, 0, text, (1, 2), "stop", text, None, logprob=-1.0) for i, text in rows)
-        return server.reply(job, Outcome(Verdict(job.id, "4", 2 / 3, None, 3, stopped_early=False), samples, "budget"))
+        return reply_to(server, job, Verdict(job.id, "4", 2 / 3, None, 3, stopped_early=False), samples, "budget")
 
     found = [ask() for _ in range(4)]
-    assert [(one.selfcal["cocoa"], one.selfcal["source"]) for one in found] == [(-0.25, "vote_share")] * 4
-    (kept,) = server.feedback.answers[found[0].job.id]["responses"]
+    assert [(one["selfcal"]["cocoa"], one["selfcal"]["source"]) for one in found] == [(-0.25, "vote_share")] * 4
+    (kept,) = server.feedback.answers[found[0]["id"]]["responses"]
     assert kept["confidence"]["cocoa"] == -0.25
     scores = ConfidenceScores("calm", 0.5, 0.5, 0.0, 1, 4, 0)
     fitted = True, FittedOn.from_questions(["a"], num_responses=4), scores, scores
     scaler = Scaler("calm", "cocoa", PlattMap(4.0, 1.0, takes_logit=False), *fitted)
     server.calibration = Calibration((scaler,))
-    scaled = ask().selfcal
+    scaled = ask()["selfcal"]
     assert (scaled["confidence"], scaled["source"], scaled["raw_confidence"]) == (0.5, "calm", 2 / 3)
     assert kept["confidence"]["vote_share"] == 2 / 3
     for source, applied in (("vote_share", True), ("stated", False)):  # fitted on the confidence of one response
         server.calibration = Calibration((replace(scaler, source=source),))
-        assert (ask().selfcal["source"] == "calm") == applied
+        assert (ask()["selfcal"]["source"] == "calm") == applied
 
 
 @pytest.mark.parametrize(
@@ -571,7 +576,7 @@ def test_a_share_of_weighted_votes_is_not_called_calibrated(strategy: str, state
     server.calibration = Calibration(manifest={"metrics": {}})
     job = make_job(server, {"model": f"m@{strategy}", "messages": MESSAGES})
     verdict = Verdict(job.id, "4", stated, None, 2, stopped_early=False)
-    found = server.reply(job, Outcome(verdict, sampled(job, [("4", 0.9), ("5", 0.3)]), "budget")).selfcal
+    found = reply_to(server, job, verdict, sampled(job, [("4", 0.9), ("5", 0.3)]), "budget")["selfcal"]
     assert (found["confidence"], found["source"], found["calibrated"]) == (stated, "p_true", calibrated)
 
 
@@ -583,7 +588,7 @@ def test_an_entropy_that_fell_to_the_threshold_is_not_withheld(entropy: float, w
     job = make_job(server, {"model": "m", "messages": MESSAGES, "selfcal": {"on_low": "abstain"}})
     samples = tuple(Sample(job.id, i, 0, "4", (1,), "stop", "4", None) for i in range(2))
     verdict = Verdict(job.id, "4", 1.0 - entropy, None, 2, stopped_early=not withheld)
-    assert server.reply(job, Outcome(verdict, samples, "early")).selfcal["abstained"] == withheld
+    assert reply_to(server, job, verdict, samples, "early")["selfcal"]["abstained"] == withheld
 
 
 def test_with_a_seed_a_batch_draws_the_samples_that_the_server_draws() -> None:
@@ -611,9 +616,14 @@ def test_free_chat_gives_the_most_agreed_text_or_else_the_surest(texts: list[str
     job = make_job(server, asked)
     samples = sampled(job, zip(texts, (0.5, 0.9, 0.2), strict=True))
     verdict = drive(SelfConsistency(max_samples=3), Question(job.id, job.id, ()), lambda ask: list(samples))
-    reply = server.reply(job, Outcome(verdict, samples, "budget"))
-    found = reply.selfcal
-    assert (reply.message["content"], found["confidence"], found["source"], found["chosen_by"]) == given
+    reply = reply_to(server, job, verdict, samples, "budget")
+    found = reply["selfcal"]
+    assert (
+        reply["choices"][0]["message"]["content"],
+        found["confidence"],
+        found["source"],
+        found["chosen_by"],
+    ) == given
 
 
 @pytest.mark.parametrize("change", [{"temperature": 0.3}, {"selfcal": {"max_error_rate": 0.05}}, {"model": "m@cges"}])

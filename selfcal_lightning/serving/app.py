@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 
 from prometheus_client import generate_latest
 from starlette.applications import Starlette
+from starlette.background import BackgroundTask
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
@@ -198,7 +199,8 @@ class Service:
         job = await self.desk.begin(self.make_job(body))
         if body.stream:
             headers = {"x-selfcal-request-id": job.id, "cache-control": "no-cache"}
-            return StreamingResponse(self.events(job), media_type="text/event-stream", headers=headers)
+            gone = BackgroundTask(self.leave, job)
+            return StreamingResponse(self.events(job), 200, headers, "text/event-stream", gone)
         try:
             await unless_gone(request.receive, job.ended())
             reply = self.reply(job)
@@ -218,12 +220,12 @@ class Service:
                 yield event(content)
         except Exception as error:  # the status has been sent
             yield event(refusal_of(error).as_json())
-        except (asyncio.CancelledError, GeneratorExit):  # the client has gone
-            self.metrics.disconnects.inc()
-            raise
-        finally:
-            self.desk.leave(job)
         yield "data: [DONE]\n\n"
+
+    async def leave(self, job: Job) -> None:
+        """Give a streamed question up where its client has gone."""
+        self.metrics.disconnects.inc(job.id in self.desk.jobs)
+        self.desk.leave(job)
 
     async def reading(
         self, kind: type[Reading], work: Callable[[Reading], Coroutine[Any, Any, Any]], request: Request

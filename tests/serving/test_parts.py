@@ -1,5 +1,6 @@
 import asyncio
 import importlib.util
+import json
 import math
 import signal
 import socket
@@ -402,6 +403,27 @@ def test_reading_at_a_server_that_hangs_delays_no_question(chat: ChatFormat, tin
     with over_upstream(upstream, [is_silent()], tiny_model, chat, deadline_s=2.0) as server:
         assert asyncio.run(ask(server)) == (200, False, 504)  # answered while the other still waited
         assert server.desk.load == 0
+
+
+def test_a_stream_whose_client_is_gone_before_it_begins_is_cancelled(chat: ChatFormat, tiny_model: str) -> None:
+    body = json.dumps({"model": "m", "messages": MESSAGES, "stream": True}).encode()
+    head = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "headers": [(b"host", b"localhost")]}
+
+    async def ask(server: Service) -> int:
+        messages = [{"type": "http.request", "body": body}]
+
+        async def receive() -> dict[str, Any]:
+            return messages.pop() if messages else {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            pass
+
+        await server.app()(head, receive, send)
+        await server.desk.do(lambda: None)
+        return server.desk.load
+
+    with over_upstream(FakeServer(canned(chat), chat.tokenizer), [is_silent()], tiny_model, chat) as server:
+        assert asyncio.run(ask(server)) == 0
 
 
 def client_of(server: Service) -> httpx.AsyncClient:

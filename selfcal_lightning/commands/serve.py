@@ -117,9 +117,9 @@ def run_batch(
         raise InputError(f"Expected `output` to be another file than `input`, but got {output} for both.")
     options = engine.of(revision=revision, adapter=adapter)
     chosen = ServiceSettings(model, engine=options, limits=limits, **settings)
-    file, done = open_output(Path(output), requests, seed=chosen.seed)
+    file, done = open_output(Path(output), requests, settings=chosen.identity)
     service = open_service(chosen)
-    said = asyncio.run(run_requests(service, requests, file, done))
+    said = asyncio.run(run_requests(service, requests, file, done, chosen.identity))
     say(f"{said}: {output}")
 
 

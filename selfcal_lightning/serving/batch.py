@@ -34,12 +34,12 @@ def read_requests(path: Path) -> dict[str, dict[str, Any]]:
     return requests
 
 
-def answer_id(request: Any, seed: int) -> str:
-    """Return the id of the answer to a line of the input. It is not random: another request or seed has another."""
-    return f"batch_req_{sample_seed(seed, 0, json.dumps(request, sort_keys=True), 0):x}"
+def answer_id(request: Any, settings: int) -> str:
+    """Return the id of the answer to a line of the input: other requests and other ``settings`` have another."""
+    return f"batch_req_{sample_seed(settings, 0, json.dumps(request, sort_keys=True), 0):x}"
 
 
-def open_output(path: Path, requests: Mapping[str, Any], *, seed: int) -> tuple[BinaryIO, set[str]]:
+def open_output(path: Path, requests: Mapping[str, Any], *, settings: int) -> tuple[BinaryIO, set[str]]:
     """Open a file for more answers, with the ids it has.
 
     What a fault of the engine refused is taken out, and what was refused and has been changed in the input since.
@@ -52,7 +52,7 @@ def open_output(path: Path, requests: Mapping[str, Any], *, seed: int) -> tuple[
             answer = json.loads(line)
             name, status = answer["custom_id"], answer["response"]["status_code"]
             seen.add(name)
-            is_other = name in requests and answer["id"] != answer_id(requests[name], seed)
+            is_other = name in requests and answer["id"] != answer_id(requests[name], settings)
         except (ValueError, KeyError, TypeError) as error:
             raise line_error(path, number, "an answer of this batch", "something else") from error
         if status not in PASSING and (status == 200 or not is_other):
@@ -64,7 +64,7 @@ def open_output(path: Path, requests: Mapping[str, Any], *, seed: int) -> tuple[
     if changed:
         raise InputError(
             f"Expected {path} to answer the requests of `input`, but {len(changed):,} of its answers, such as "
-            f"{changed[0]!r}, are to requests that have changed since, or were drawn with another `seed`. Name "
+            f"{changed[0]!r}, are to requests that have changed since, or were drawn with other settings. Name "
             "another file."
         )
     if len(kept) < len(lines):
@@ -75,7 +75,7 @@ def open_output(path: Path, requests: Mapping[str, Any], *, seed: int) -> tuple[
 
 
 async def run_requests(
-    service: Service, requests: Mapping[str, Mapping[str, Any]], file: BinaryIO, done: Collection[str]
+    service: Service, requests: Mapping[str, Mapping[str, Any]], file: BinaryIO, done: Collection[str], settings: int
 ) -> str:
     """Answer the requests that a file does not have, append what comes, and say how many."""
     room, statuses = asyncio.Semaphore(2 * service.desk.source.target), Counter[int]()
@@ -84,7 +84,7 @@ async def run_requests(
 
     async def answer(name: str, line: Mapping[str, Any]) -> None:
         async with room:
-            own_id = answer_id(line, service.settings.seed)
+            own_id = answer_id(line, settings)
             try:
                 if line.get("url") != URL or line.get("method") != "POST" or not isinstance(line.get("body"), dict):
                     raise Refused(400, f"Expected `method` POST, `url` {URL} and a `body`.")

@@ -1,13 +1,14 @@
 """How a server answers, as the command line reads it."""
 
-from dataclasses import dataclass, field
+import json
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from selfcal_lightning.core.errors import InputError, check_at_least
 from selfcal_lightning.engines.settings import EngineOptions
 from selfcal_lightning.models.chat_format import DEFAULT_QUERY
-from selfcal_lightning.records import SamplingSettings
+from selfcal_lightning.records import SamplingSettings, sample_seed
 
 
 @dataclass(frozen=True)
@@ -84,3 +85,11 @@ class ServiceSettings:
     @property
     def served_name(self) -> str:
         return self.name or Path(self.model).name
+
+    @property
+    def identity(self) -> int:
+        """A number for all that answers depend on beside the request, not for what only places or bounds the work."""
+        limits, engine = self.limits, self.engine
+        counts = limits.max_samples, limits.max_new_tokens, limits.max_tokens_in_all
+        own = asdict(self) | {"limits": counts, "engine": (engine.adapter, engine.revision)}
+        return sample_seed(self.seed, 0, json.dumps(own, sort_keys=True), 0)

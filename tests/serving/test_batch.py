@@ -10,7 +10,9 @@ from support.store_samples import write_lines
 from selfcal_lightning.commands.serve import run_batch
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.data.tasks.registry import get_task
+from selfcal_lightning.engines.settings import EngineOptions
 from selfcal_lightning.serving.batch import answer_id, open_output
+from selfcal_lightning.serving.settings import Limits, ServiceSettings
 
 OTHER = '{"id": "batch_req_1", "custom_id": "b", "response": {"status_code": 200}}'
 CHANGED = OTHER.replace('"b"', '"a"')
@@ -87,6 +89,19 @@ def test_a_file_that_cannot_be_a_batch_is_refused_at_once(tmp_path: Path, lines:
         run_batch("bundled", str(source), str(target))
 
 
+@pytest.mark.parametrize(
+    "other", [{"strategy": "best_of_n"}, {"engine": EngineOptions(adapter="a")}, {"limits": Limits(max_samples=2)}]
+)
+def test_answers_that_other_settings_gave_are_not_gone_on_with(tmp_path: Path, other: dict) -> None:
+    source, target, request = tmp_path / "in.jsonl", tmp_path / "out.jsonl", {"custom_id": "a"}
+    write_lines(source, request)
+    answered = {"custom_id": "a", "response": {"status_code": 200}}
+    write_lines(target, {"id": answer_id(request, ServiceSettings("bundled", **other).identity), **answered})
+    with pytest.raises(InputError, match=r"'a', are to requests that have changed since, or.* with other settings"):
+        run_batch("bundled", str(source), str(target))
+    assert ServiceSettings("bundled", limits=Limits(deadline_s=9.0)).identity == ServiceSettings("bundled").identity
+
+
 def test_what_the_engine_failed_at_is_asked_again(tmp_path: Path) -> None:
     target, statuses = tmp_path / "out.jsonl", {"a": 200, "b": 502, "c": 400, "d": 400}
     requests = {name: {"custom_id": name, "body": {}} for name in statuses}
@@ -96,7 +111,7 @@ def test_what_the_engine_failed_at_is_asked_again(tmp_path: Path) -> None:
     ]
     target.write_text("\n".join(lines) + '\n{"id": "ba')
     requests["d"]["body"] = {"mended": True}
-    file, done = open_output(target, requests, seed=1)
+    file, done = open_output(target, requests, settings=1)
     with file:
         file.write(b"more\n")
     assert done == {"a", "c"}
@@ -116,5 +131,5 @@ def test_a_file_with_something_else_is_not_written_to(tmp_path: Path, line: str,
     target = tmp_path / "out.jsonl"
     target.write_text(line)
     with pytest.raises(InputError, match=said):
-        open_output(target, {"a": {}}, seed=0)
+        open_output(target, {"a": {}}, settings=0)
     assert target.read_text() == line

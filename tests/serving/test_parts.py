@@ -215,7 +215,7 @@ def test_a_batch_whose_engine_died_writes_no_answer_for_it(tmp_path: Path) -> No
 
     server.desk.begin, server.desk.close = refuse, close
     with target.open("wb") as file, pytest.raises(RunError, match="gone"):
-        asyncio.run(run_requests(server, {"a": line}, file, set()))
+        asyncio.run(run_requests(server, {"a": line}, file, set(), 0))
     assert target.read_text() == ""
 
 

@@ -18,7 +18,7 @@ from selfcal_lightning.records import Message
 # They change nothing in what is answered, or say what is so anyway.
 HARMLESS = {
     "user", "metadata", "store", "service_tier", "parallel_tool_calls", "safety_identifier", "prompt_cache_key",
-    "reasoning_effort", "verbosity", "modalities",
+    "prompt_cache_options", "prompt_cache_retention", "reasoning_effort", "verbosity", "modalities",
 }  # fmt: skip
 # Values at which a setting that we lack changes nothing.
 NEUTRAL: dict[str, tuple[Any, ...]] = {

@@ -148,7 +148,7 @@ def test_a_name_of_the_model_chooses_strategy_and_threshold(server: Server) -> N
         ({"model": "gpt-4"}, 404, "gpt-4"),
         ({"model": "bundled@early_stopping:high"}, 400, "high"),
         ({"model": "bundled\r\nx-evil: 1"}, 404, "model"),
-        ({"frequency_penalty": 0, "user": "me", "metadata": {"a": "b"}}, 200, "286"),
+        ({"frequency_penalty": 0, "user": "me", "metadata": {"a": "b"}, "prompt_cache_retention": "24h"}, 200, "286"),
     ],
 )
 def test_a_request_without_an_answer_is_refused_by_name(server: Server, fields: dict, status: int, said: str) -> None:

@@ -1,6 +1,7 @@
 """How a server answers, as the command line reads it."""
 
 import json
+import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -84,7 +85,7 @@ class ServiceSettings:
 
     @property
     def served_name(self) -> str:
-        return self.name or Path(self.model).name
+        return self.name or Path(os.path.abspath(self.model)).name  # a model may be "."
 
     @property
     def identity(self) -> int:

@@ -145,6 +145,10 @@ def test_a_batch_that_could_answer_nothing_is_refused_at_once(here: Path, option
     assert Path("in.jsonl").read_text() == '{"custom_id": "a"}'
 
 
+def test_a_model_in_this_folder_has_its_name(here: Path) -> None:
+    assert ServiceSettings(".").served_name == here.name
+
+
 @pytest.mark.parametrize(("port", "said"), [(99_999, "port"), (0, "port"), (None, "listen")])
 def test_a_port_that_cannot_be_had_is_told_before_the_model_is_loaded(port: int | None, said: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(InputError, match=said):

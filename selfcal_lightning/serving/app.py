@@ -51,19 +51,15 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 @dataclass(eq=False)
 class Service:
-    """What the routes share.
-
-    ``load`` reads the fitted confidences again on SIGHUP. ``fitted`` holds for requests that leave the strategy to the
-    server. Without a ``key``, everybody on this machine is let in.
-    """
+    """What the routes share. Without a ``key``, everybody on this machine is let in."""
 
     settings: ServiceSettings
     desk: Desk
     sampling: SamplingSettings
     feedback: Feedback
     calibration: Calibration = Calibration()  # noqa: RUF009 - frozen
-    load: Callable[[], Calibration] = Calibration
-    fitted: FittedThreshold | None = None
+    load: Callable[[], Calibration] = Calibration  # reads the fitted confidences again, on SIGHUP
+    fitted: FittedThreshold | None = None  # for requests that leave the strategy to the server
     key: str | None = None
     stopping: bool = False
 

@@ -40,10 +40,7 @@ def answer_id(request: Any, settings: int) -> str:
 
 
 def open_output(path: Path, requests: Mapping[str, Any], *, settings: int) -> tuple[BinaryIO, set[str]]:
-    """Open a file for more answers, with the ids it has.
-
-    What a fault of the engine refused is taken out, and what was refused and has been changed in the input since.
-    """
+    """Open a file for more answers, with the ids it has; what is to be asked again is taken out."""
     begin, way_out = b'{"id": "batch_req_', "Wait for it, or name another `output`."
     file, lines = open_lines(path, begin=begin, way_out=way_out)
     seen, done, kept, changed = set(), set(), [], []
@@ -55,7 +52,7 @@ def open_output(path: Path, requests: Mapping[str, Any], *, settings: int) -> tu
             is_other = name in requests and answer["id"] != answer_id(requests[name], settings)
         except (ValueError, KeyError, TypeError) as error:
             raise line_error(path, number, "an answer of this batch", "something else") from error
-        if status not in PASSING and (status == 200 or not is_other):
+        if status not in PASSING and (status == 200 or not is_other):  # else the engine or the request was at fault
             done.add(name)
             kept.append(line)
         changed += [name] if is_other and status == 200 else []

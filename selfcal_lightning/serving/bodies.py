@@ -202,10 +202,7 @@ class DecisionQuestion(BaseModel, extra="forbid"):
         return [(label, *option) for label, option in zip(labels, found, strict=False)]
 
     def answer(self, options: Choices, stated: Sequence[float]) -> dict[str, Any]:
-        """Return the answer by the confidence in each option; their shares add up to 1.
-
-        ``confidence`` is the calibrated chance that the option of most confidence is right.
-        """
+        """Return the answer, with the chance that the surest option is right, by the confidence in each option."""
         total = sum(stated)
         shares = [value / total if total > 0.0 else 1.0 / len(stated) for value in stated]
         top = max(range(len(stated)), key=stated.__getitem__)

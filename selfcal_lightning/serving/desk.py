@@ -69,10 +69,7 @@ class Reader:
 
 @dataclass(eq=False)
 class Job:
-    """A question in work, what may be spent on it, and what is known of it so far.
-
-    ``samples`` are those that the strategy saw, ``queries`` the tokens of their confidence queries.
-    """
+    """A question in work, what may be spent on it, and what is known of it so far."""
 
     id: str
     body: ChatBody
@@ -90,9 +87,9 @@ class Job:
     sent: int = 0
     prompt_tokens: int = 0
     verdict: Verdict = field(init=False)
-    samples: tuple[Sample, ...] = ()
+    samples: tuple[Sample, ...] = ()  # that the strategy saw
     stop_reason: str = ""
-    queries: int = 0
+    queries: int = 0  # tokens of the confidence queries of these samples
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
     told: asyncio.Queue[str | int | Refused | None] = field(default_factory=asyncio.Queue)
 
@@ -113,10 +110,7 @@ class Job:
             pass
 
     def solve(self, question: Question) -> Solving:
-        """Run the strategy, as many samples at once as the limit of tokens has room for, by those before.
-
-        What it cannot do is this question's error and stops no other.
-        """
+        """Run the strategy, with as many samples at once as the limit of tokens has room for, by those before."""
         seen: list[Sample] = []
         try:
             solving = self.strategy.solve(question)
@@ -135,26 +129,20 @@ class Job:
         except StopIteration as stop:
             verdict: Verdict = stop.value
             return verdict
-        except (InputError, RunError) as error:
+        except (InputError, RunError) as error:  # it is this question's, and stops no other
             self.tell(Refused(400, str(error)))
             return make_verdict(question, seen, None, confidence=None, stopped_early=False)
 
 
 class Desk:
-    """Runs the driver in a thread. Questions come and go while it runs.
-
-    ``engine`` (None where a server shows nothing but text) and ``source`` are only for the thread, by ``do``. ``died``
-    is what ended the engine.
-    """
+    """Runs the driver in a thread, which alone uses ``engine`` and ``source``; questions come and go meanwhile."""
 
     name, max_samples = "as requested", 1
 
-    def __init__(
-        self, make_source: Callable[..., Any], *, engine: Any = None, chat: Any = None, confidence: str
-    ) -> None:
+    def __init__(self, make: Callable[..., Any], *, engine: Any = None, chat: Any = None, confidence: str) -> None:
         self.jobs: dict[str, Job] = {}
-        self.confidence, self.engine, self.chat = confidence, engine, chat
-        self.source = make_source(
+        self.confidence, self.engine, self.chat = confidence, engine, chat  # no engine shows nothing but text
+        self.source = make(
             tasks=lambda name: cast(Task, self.jobs[name].reader),
             draws=lambda question: self._draw(self.jobs[question.id]),
             patience=PATIENCE,
@@ -162,7 +150,7 @@ class Desk:
         )
         self.reading: tuple[int, ...] = ()  # the prompt of a response that somebody else wrote
         self.readings = 0  # requests in work that read such responses
-        self.died: Exception | None = None
+        self.died: Exception | None = None  # what ended the engine
         self.cancelled_tokens = 0
         self._driver = Driver(self, self.source, on_verdict=self._on_verdict, on_arrival=self._on_arrival)
         self._thread, self._looked, self._ends = ThreadPoolExecutor(1, "selfcal-desk"), time.monotonic(), False

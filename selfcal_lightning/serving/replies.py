@@ -101,11 +101,7 @@ def chunks(job: Job, reply: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 def choose(
     job: Job, used: list[Sample], values: list[float | None], read: str | None
 ) -> tuple[Sample | None, str | None, float | None, str | None, str]:
-    """Return the response that is given, its answer, how sure the server is, by which confidence, and what chose it.
-
-    ``values`` are the confidences ``read`` of the samples ``used``. Where no two responses agree there is no vote, and
-    the most confident response is given.
-    """
+    """Return the response that is given, its answer, how sure the server is, by which confidence, and what chose it."""
     verdict, own = job.verdict, job.strategy.confidence
     answer, stated, chosen_by = verdict.answer, verdict.confidence, "strategy"
     source: str | None = own or VOTE_SHARE
@@ -113,7 +109,8 @@ def choose(
     pairs = enumerate(zip(used, values, strict=True))
     known = [(value, -i) for i, (one, value) in pairs if one.answer is not None and value is not None]
     best = best_response(verdict, job.samples, read) or next(iter(used), None)
-    if own is None and known and len(set(answers)) == len(answers) > 1:  # nothing agrees
+    if own is None and known and len(set(answers)) == len(answers) > 1:
+        # No two responses agree: there is no vote, and the most confident one is given.
         stated, at = max(known)
         best = used[-at]
         answer, source, chosen_by = best.answer, read, "confidence"
@@ -127,10 +124,7 @@ def choose(
 
 
 def make_reply(job: Job, *, calibration: Calibration, confidence: str | None) -> tuple[dict[str, Any], Sample | None]:
-    """Return the completion and the sample that it gives.
-
-    ``confidence`` is what is read of each response, whether or not the strategy reads it.
-    """
+    """Return the completion and the sample that it gives; ``confidence`` is what each response has in any case."""
     verdict, fitted, options = job.verdict, job.fitted, job.body.selfcal
     used = [sample for sample in job.samples[: verdict.samples_used] if not is_failed(sample)]
     read = job.strategy.confidence or confidence

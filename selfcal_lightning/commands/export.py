@@ -204,6 +204,8 @@ def _module_of(
 def _module_class(adapter: str, named: str | None) -> type[TrainedModule] | None:
     """Return the class of the module that wrote a checkpoint; None for a folder."""
     if not Path(adapter).is_file():
+        if named is not None:
+            raise InputError(f"Expected `module` together with a checkpoint (.ckpt), but `adapter` is {adapter}.")
         return None
     from selfcal_lightning.training.checkpoints import read_checkpoint
     from selfcal_lightning.training.modules import CLASS_KEY, TrainedModule

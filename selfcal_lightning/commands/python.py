@@ -25,7 +25,7 @@ from selfcal_lightning.inference.choices import CalibratedDefaults
 from selfcal_lightning.models.chat_format import Prompt
 from selfcal_lightning.records import Question, SamplingSettings
 
-QUESTION_ENDINGS = (*JSON_ENDINGS, PARQUET_ENDING, ".txt", ".csv")
+QUESTION_ENDINGS = (*JSON_ENDINGS, PARQUET_ENDING, ".txt", ".csv", ".tsv")
 
 
 @dataclass(frozen=True, slots=True)

@@ -174,7 +174,8 @@ def _sentence(results: Mapping[str, Any], own: str, test: str, side: str) -> str
         if key != within or gain is not None:
             before, after = (results.get(f"{own}.{key}.{side}") for side in SIDES)
             parts.append(change_of(what, before, after, gain=gain))
-    return f"{test}: {', '.join(filter(None, parts))}{caution(results.get(f'{own}.num_questions.before'))}."
+    bare = "; without resampling no change is clear" if results.get(f"{own}.ece.change.low") is None else ""
+    return f"{test}: {', '.join(filter(None, parts))}{bare}{caution(results.get(f'{own}.num_questions.before'))}."
 
 
 def change_of(what: str, before: float | None, after: float | None, *, gain: bool | None) -> str | None:

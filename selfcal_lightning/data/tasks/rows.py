@@ -158,7 +158,7 @@ logger = logging.getLogger(__name__)
 
 FIELDS = ("question", "answer", "id", "task", "choices")
 CHOICE_TASK = "local_choice"
-HUB_PREFIX, CSV_ENDING = "hf:", ".csv"
+HUB_PREFIX, DELIMITERS = "hf:", {".csv": ",", ".tsv": "\t"}
 ANSWER, SYNONYM = "answer", "reference"
 LISTED = f"question, {ANSWER} (or {SYNONYM}), id, task, choices"
 # Fields of pools, whose lines are questions with responses.
@@ -209,10 +209,10 @@ def read_question_file(
 ) -> list[QuestionRow]:
     """Return the questions of a file, or of a data set on the hub ("hf:NAME:CONFIG:SPLIT")."""
     name = str(path)
-    if is_hub_name(name) or columns not in (None, Columns()) or name.endswith(CSV_ENDING):
+    if is_hub_name(name) or columns not in (None, Columns()) or name.endswith(tuple(DELIMITERS)):
         rows = enumerate(read_table(path, option=option), start=1)
         columns = columns or Columns()
-        place = "{}, row {}" if name.endswith(CSV_ENDING) else "{}:{}"  # cells may have several lines
+        place = "{}, row {}" if name.endswith(tuple(DELIMITERS)) else "{}:{}"  # cells may have several lines
         return _parse(((n, _our_names(row, columns, place.format(name, n))) for n, row in rows), name, place)
     file = check_question_file(path, option=option)
     if file.suffix in JSON_ENDINGS:
@@ -241,7 +241,7 @@ def read_table(path: str | Path, *, option: str = "path") -> Iterable[dict[str, 
     if is_hub_name(str(path)):
         return map(dict, load_hub_rows(*_hub_source(str(path), option), []))
     file = check_question_file(path, option=option)
-    return _csv_rows(file) if file.suffix == CSV_ENDING else load_file_rows(str(file), [])
+    return _csv_rows(file) if file.suffix in DELIMITERS else load_file_rows(str(file), [])
 
 
 def _hub_source(name: str, option: str) -> tuple[HubSource, str]:
@@ -258,12 +258,12 @@ def _csv_rows(file: Path) -> Iterator[dict[str, Any]]:
     csv.field_size_limit(2**28)
     with file.open(encoding="utf-8-sig", newline="") as lines:
         try:
-            for row in csv.DictReader(lines, strict=True):
+            for row in csv.DictReader(lines, delimiter=DELIMITERS[file.suffix], strict=True):
                 if None in row or None in row.values():
                     raise InputError(f"Expected {file} to have as many fields in every row as names in its first.")
                 yield row
         except (csv.Error, UnicodeDecodeError) as error:
-            raise InputError(f"Expected {file} to be a CSV file in UTF-8, but got: {error}.") from error
+            raise InputError(f"Expected {file} to be a {file.suffix} file in UTF-8, but got: {error}.") from error
 
 
 def _our_names(row: Mapping[str, Any], columns: Columns, origin: str) -> dict[str, Any]:

@@ -12,7 +12,6 @@ from selfcal_lightning.commands.presets import CommonCase, common_case, prepare
 from selfcal_lightning.commands.python import calibrate, evaluate
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.data.pools.line_format import read_foreign_pool
-from selfcal_lightning.data.tasks.base import take_part
 from selfcal_lightning.data.tasks.registry import load_some
 from selfcal_lightning.data.tasks.rows import Columns, read_question_file
 from selfcal_lightning.inference.answering import read_questions
@@ -53,12 +52,9 @@ def test_text_and_parquet_are_read_alike(read: Reader, tmp_path: Path) -> None:
     ("row", "message"),
     [
         ({"question": "x", "refrence": 1}, "Did you mean 'reference'"),
-        ({"Question": "x"}, "'Question'. Did you mean 'question'"),
         ({"question": None}, "`question` to hold text, but got None"),
         ({"question": "x", "answer": "soon"}, r"`answer` to be an answer .*\(number\), but got 'soon'"),
-        ({"question": "x", "answer": True}, "`answer` .*but got True"),
         ({"question": "x", "answer": ["3", "4"]}, r"`answer` .*\(number\), but got \['3', '4'\]"),
-        ({"question": "x", "id": " "}, "`id` to be text"),
     ],
 )
 def test_a_mistake_is_named_with_file_and_line(read: Reader, row: dict, message: str, tmp_path: Path) -> None:
@@ -90,8 +86,6 @@ def test_questions_may_come_from_python() -> None:
     assert read_questions(found, task="local_text") == found
     with pytest.raises(ValueError, match=r"questions\[2\]: Expected the fields .*'anwser'"):
         read_questions([{"question": "a"}, {"question": "b", "anwser": 1}], task="local_number")
-    with pytest.raises(ValueError, match="at least one question"):
-        read_questions([], task="local_number")
 
 
 def test_a_line_of_a_pool_takes_the_same_fields(tmp_path: Path) -> None:
@@ -100,9 +94,6 @@ def test_a_line_of_a_pool_takes_the_same_fields(tmp_path: Path) -> None:
     assert [line.question.reference for _, line in read_foreign_pool(file, task=None, split=None)] == ["4", "4"]
     long = write_lines(tmp_path / "long.jsonl", {**base, "answer": 10**400})
     assert [line.question.reference for _, line in read_foreign_pool(long, task=None, split=None)] == [str(10**400)]
-    bad = write_lines(tmp_path / "bad.jsonl", {**base, "anwser": 4})
-    with pytest.raises(ValueError, match=r"bad.jsonl:1: .*'anwser'. Did you mean 'answer'"):
-        list(read_foreign_pool(bad, task=None, split=None))
 
 
 def test_parts_share_no_text_and_leave_nothing_out(tmp_path: Path) -> None:
@@ -117,12 +108,9 @@ def test_parts_share_no_text_and_leave_nothing_out(tmp_path: Path) -> None:
     backwards = write_lines(tmp_path / "r.jsonl", *reversed(rows))
     shuffled = load_some("local_number", "train", path=str(backwards), part="validation")
     assert {question.text for question in shuffled} == texts["validation"]
-    with pytest.raises(ValueError, match=r"at least 10 different questions .*but got 3"):
-        take_part(parts["train"][:3], "train")
 
 
 NAMED = Columns(question="problem", answer="gold", choices="options")
-NO_TEXTS = ["a\0b", "[1, 2]", "7", "null", '{"a": 1}']
 ARC = {"text": ["sky", "blood"], "label": ["1", "2"]}
 
 
@@ -157,39 +145,32 @@ def test_columns_of_csv_and_parquet_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "columns", "message"),
+    ("name", "content", "message"),
     [
-        *(("q.txt", f"One?\n{line}\n", None, r"q\.txt:2: .*plain text") for line in NO_TEXTS),
-        ("q.jsonl", '{"question": "One?", "id": "a", "id": "b"}\n', None, "'id' twice"),
-        ("q.jsonl", json.dumps({"problem": "?", "gold": 8, "options": list("0123456789")}), NAMED,
-         r"q\.jsonl:1: Expected 2 to 8 different `choices`"),
-        ("q.jsonl", json.dumps({"question": "?", "answer": "BC", "choices": ["x", "y", "z"]}), None,
-         r"q\.jsonl:1: Expected `answer` to be one of `choices` or its letter, but got 'BC'"),
-        ("q.csv", "question,answer\n2+2?,4,5\n", None, r"q\.csv"),
-        ("q.csv", "problem,gold\n2+2?,4\n", None, r"the columns are problem, gold\. `--columns.question NAME`"),
-        ("q.csv", 'question,answer\n"2\n+2?",4\n,5\n', None, r"q\.csv, row 2: Expected `question` to hold text"),
-    ],
-)  # fmt: skip
-def test_bad_files_are_named(name: str, content: str, columns: Columns | None, message: str, tmp_path: Path) -> None:
-    (tmp_path / name).write_text(content)
-    with pytest.raises(InputError, match=message):
-        read_question_file(tmp_path / name, columns=columns)
-
-
-@pytest.mark.parametrize(
-    ("name", "columns", "fragment"),
-    [
-        ("hf:{folder}", None, "hf:NAME:CONFIG:SPLIT"),
-        ("hf:{folder}:validation", None, "validation"),
-        ("hf:{folder}:test", Columns(question="text"), "the column text, but the columns are question"),
-        ("hf:{folder}:other:test", None, "other"),
+        *(("q.txt", f"One?\n{line}\n", r"q\.txt:2: .*plain text") for line in ("a\0b", '{"a": 1}')),
+        ("q.jsonl", '{"question": "One?", "id": "a", "id": "b"}\n', "'id' twice"),
+        ("q.jsonl", '{"question": "?", "answer": "BC", "choices": ["x", "y", "z"]}', "q.jsonl:1: .*but got 'BC'"),
+        ("q.csv", "question,answer\n2+2?,4,5\n", r"q\.csv"),
+        ("q.csv", "problem,gold\n2+2?,4\n", r"the columns are problem, gold\. `--columns.question NAME`"),
+        ("q.csv", 'question,answer\n"2\n+2?",4\n,5\n', r"q\.csv, row 2: Expected `question` to hold text"),
     ],
 )
-def test_what_the_hub_does_not_have_is_named(name: str, columns: Columns | None, fragment: str, tmp_path: Path) -> None:
-    (tmp_path / "test.jsonl").write_text('{"question": "2+2?"}\n')
-    with pytest.raises(InputError) as error:
-        read_question_file(name.format(folder=tmp_path), columns=columns)
-    assert fragment in str(error.value)
+def test_bad_files_are_named(name: str, content: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(content)
+    with pytest.raises(InputError, match=message):
+        read_question_file(tmp_path / name)
+
+
+def test_what_the_hub_does_not_have_is_named(tmp_path: Path) -> None:
+    write_lines(tmp_path / "test.jsonl", {"question": "2+2?"})
+    for split, columns, fragment in (
+        ("", None, "hf:NAME:CONFIG:SPLIT"),
+        (":validation", None, "validation"),
+        (":other:test", None, "other"),
+        (":test", Columns(question="text"), "the column text, but the columns are question"),
+    ):
+        with pytest.raises(InputError, match=fragment):
+            read_question_file(f"hf:{tmp_path}{split}", columns=columns)
 
 
 def test_fit_takes_questions_of_named_columns(tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 import dataclasses
 import json
 from pathlib import Path
-from typing import get_args
 from unittest.mock import Mock
 
 import pyarrow
@@ -9,7 +8,6 @@ import pyarrow.parquet
 import pytest
 from support.store_samples import write_lines
 
-from selfcal_lightning.data.tasks.base import AnswerType, verifier_form
 from selfcal_lightning.data.tasks.dataset import DatasetTask
 from selfcal_lightning.data.tasks.registry import TASKS, get_task
 from selfcal_lightning.data.tasks.rows import load_file_rows, load_hub_rows
@@ -82,14 +80,6 @@ ROWS: dict[str, tuple[dict, str, str]] = {
     "local_text_exact": ({"question": "q", "answer": ["The Beatles", "Fab Four"]}, '["beatles", "fab four"]', "q"),
 }  # fmt: skip
 
-# (id, config, folder, revision), split here -> split on the hub; joined ones are below
-HUB: dict[str, tuple[tuple[str, str | None, str | None, str | None], dict[str, str]]] = {
-    "gsm8k": (("openai/gsm8k", "main", None, None), {"train": "train", "test": "test"}),
-    "math_qa": (("allenai/math_qa", None, "default", "refs/convert/parquet"), {"train": "train", "test": "test"}),
-    "arc_challenge": (("allenai/ai2_arc", "ARC-Challenge", None, None), {"test": "test"}),
-    "simpleqa_verified": (("google/simpleqa-verified", None, None, None), {"test": "eval"}),
-}
-
 
 def dataset_task(name: str) -> DatasetTask:
     task = get_task(name)
@@ -130,27 +120,14 @@ def test_rows_become_questions(name: str, kind: str, tmp_path: Path) -> None:
     assert task.group([gold, None, gold]) == [gold, None, gold]
 
 
-@pytest.mark.parametrize("name", HUB)
-def test_the_hub_is_asked_for_exactly_this(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_hub_is_asked_for_exactly_this(monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets
 
-    (hub_id, config, folder, revision), splits = HUB[name]
-    asked: dict = {}
-
-    def load_dataset(path: str, **arguments: object) -> datasets.Dataset:
-        asked.update(arguments, path=path)
-        return datasets.Dataset.from_list([ROWS[name][0]])
-
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    task = dataset_task(name)
-    for split, hub_split in splits.items():
-        questions = task.load(split)
-        assert len(questions) == 1
-        assert questions[0].id.startswith(f"{name}/{split}/")
-        wanted = {"path": hub_id, "name": config, "data_dir": folder, "revision": revision, "split": hub_split}
-        assert asked == wanted
-    with pytest.raises(ValueError, match="Expected `split`"):
-        task.load("nonsense")
+    load = Mock(return_value=datasets.Dataset.from_list([ROWS["math_qa"][0]]))
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    assert dataset_task("math_qa").load("test")[0].id.startswith("math_qa/test/")
+    place = {"data_dir": "default", "revision": "refs/convert/parquet", "name": None}
+    load.assert_called_once_with("allenai/math_qa", split="test", **place)
 
 
 def test_a_repository_with_configurations_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,11 +179,10 @@ def test_no_connection_names_the_way_out(monkeypatch: pytest.MonkeyPatch) -> Non
     [
         ("a.csv", b"", "to end in .jsonl, .ndjson, .json or .parquet"),
         ("b.jsonl", b'{"question": "q", "answer": "#### 1"}\n\n{"question": "cut', "b.jsonl, line 3, to be JSON"),
-        ("c.jsonl", b"[1]", "c.jsonl, line 1, to be a JSON object, but got list"),
         ("d.jsonl", b'{"question": "\xff"}\n', "d.jsonl, line 1"),
         ("e.jsonl", b'{"question": "q", "solution": "s"}', "e.jsonl, line 1 to have the columns .* answer is missing"),
-        ("f.jsonl", b'{"question": "\\ud83d", "answer": "#### 1"}', "f.jsonl, line 1, to be JSON, but got half of a"),
         ("g.parquet", b"not parquet", "g.parquet to be a Parquet file"),
+        ("h.jsonl", b"", r"split 'test' of gsm8k to hold questions, but the file .*h.jsonl"),
     ],
 )
 def test_broken_files_are_named(name: str, content: bytes, message: str, tmp_path: Path) -> None:
@@ -215,28 +191,13 @@ def test_broken_files_are_named(name: str, content: bytes, message: str, tmp_pat
         dataset_task("gsm8k").load("test", path=str(tmp_path / name))
 
 
-def test_missing_files_and_columns_are_named(tmp_path: Path) -> None:
-    task = dataset_task("gsm8k")
-    with pytest.raises(FileNotFoundError, match=r"none at /no/where.jsonl"):
-        task.load("test", path="/no/where.jsonl")
-    pyarrow.parquet.write_table(pyarrow.table({"question": ["q"]}), tmp_path / "f.parquet")
-    with pytest.raises(ValueError, match=r"f.parquet to have the columns .* answer is missing. Present: question"):
-        task.load("test", path=str(tmp_path / "f.parquet"))
-
-
-def test_empty_splits_limits_and_duplicate_ids(tmp_path: Path) -> None:
+def test_limits_and_duplicate_ids(tmp_path: Path) -> None:
     task = dataset_task("gsm8k")
     row = ROWS["gsm8k"][0]
-    with pytest.raises(ValueError, match=r"split 'test' of gsm8k to hold questions, but the file .*empty.jsonl"):
-        task.load("test", path=str(write_lines(tmp_path / "empty.jsonl")))
     path = str(write_lines(tmp_path / "rows.jsonl", row, row, row))
     ids = [question.id for question in task.load("own", path=path, limit=2)]
     assert ids == ["gsm8k/own/000000", "gsm8k/own/000001"]
     assert task.load("own", path=path, limit=0) == []
-    with pytest.raises(ValueError, match="`limit` to be at least 0, but got -1"):
-        task.load("own", path=path, limit=-1)
-    with pytest.raises(ValueError, match="`path` to name a local file for task 'local_number'"):
-        dataset_task("local_number").load("test")
     row = ROWS["svamp"][0]
     path = str(write_lines(tmp_path / "rows.jsonl", row, {**row, "ID": "chal-2"}, row))
     with pytest.raises(ValueError, match=r"1 occur more than once, the first of them 'svamp/test/chal-1'. .* `ID`"):
@@ -316,24 +277,6 @@ def test_gold_answers_of_gsm8k_are_read_back_from_their_solutions(shared: Path) 
     rows = load_file_rows(path, task.dataset.columns)
     for row, question in zip(rows, task.load("test", path=path), strict=True):
         assert task.extract(row["answer"]) == question.reference
-
-
-def test_free_answers_may_be_verified_by_a_model() -> None:
-    forms = {name: verifier_form(task) for name, task in TASKS.items() if not name.startswith("local")}
-    facts = {"triviaqa", "simpleqa_verified", "simpleqa_train"}
-    assert {name for name, form in forms.items() if form == "facts"} == facts
-    assert {name for name, form in forms.items() if form == "mathematics"} == {"math500", "math"}
-
-
-@pytest.mark.parametrize("name", sorted(TASKS))
-def test_contract(name: str) -> None:
-    task = get_task(name)
-    assert task.answer_type in get_args(AnswerType)
-    assert task.extract("") is None
-    assert task.verify(None, "5") is False
-    answers = [None, "2", None, "2", "3"]
-    assert task.group(answers) == answers
-    assert task.group([]) == []
 
 
 # ---- splits that join several places on the hub, or leave out the rows of another split

@@ -8,20 +8,21 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import zipfile_zstd  # noqa: F401 - lets zipfile write what inspect writes
-from support.store_samples import stored_groups, write_lines
+from support.store_samples import make_store, stored_groups, write_lines
 
 from selfcal_lightning.commands.pools import run_export_pool, run_import_pool
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.data.pools.harness_logs import find_format, guess_task
 from selfcal_lightning.data.pools.importing import ImportReport
 from selfcal_lightning.data.tasks.rows import Columns
-from selfcal_lightning.records import QuestionSamples
+from selfcal_lightning.records import Message, Question, QuestionSamples, Sample
 
 
 def imported(path: Path, *rows: dict[str, Any], **options: Any) -> tuple[ImportReport, dict[str, QuestionSamples]]:
     """Import a log, which has these rows if any are given, into the folder ``store`` beside it."""
     store = (path if path.is_dir() else path.parent) / "store"
     if rows:
+        path.parent.mkdir(exist_ok=True)
         write_lines(path, *rows)
     return run_import_pool(str(path), str(store), **options), stored_groups(store)
 
@@ -69,16 +70,8 @@ def test_lm_eval_judged_the_first_of_repeats_only_so_all_are_verified(tmp_path: 
     report, groups = imported(tmp_path / "samples_a.jsonl", row)
     assert (report.extracted, report.verified) == (2, 2)
     assert verdicts(groups["a/1"]) == [False, True]
-
-
-def test_verdicts_of_a_log_are_given_again_where_asked(tmp_path: Path) -> None:
-    row = lm_eval_row(1, "The answer is 2.", exact_match=0.0)
-    assert verdicts(imported(tmp_path / "samples_a.jsonl", row, stated=False)[1]["a/1"]) == [True]
-
-
-def test_an_interval_is_no_list_of_accepted_answers(tmp_path: Path) -> None:
-    row = lm_eval_row(1, "Answer: [0,1]", target="[0,1]")
-    groups = imported(tmp_path / "samples_a.jsonl", row, task="local_expression")[1]
+    row = lm_eval_row(1, "Answer: [0,1]", target="[0,1]")  # an interval is no list of accepted answers
+    groups = imported(tmp_path / "b" / "samples_a.jsonl", row, task="local_expression")[1]
     assert groups["a/1"].question.reference == "[0,1]"
 
 
@@ -179,10 +172,9 @@ def test_every_eval_ever_keeps_one_metric_of_a_sample(tmp_path: Path) -> None:
     assert (report.dropped, verdicts(group), answers(group)) == (1, [True, False], ["4", "5"])
     assert group.samples[0].num_tokens == 3
     assert verdicts(groups["b"]) == [True]
-    (tmp_path / "several").mkdir()
-    for name in ("x_samples", "y_samples"):
-        write_lines(tmp_path / "several" / f"{name}.jsonl", row("4"))
-    assert list(imported(tmp_path / "several")[1]) == ["x_samples/a", "y_samples/a"]
+    write_lines(tmp_path / "y_samples.jsonl", row("4"))
+    assert run_import_pool(str(tmp_path), str(tmp_path / "both")).questions == 3
+    assert {"x_samples/a", "y_samples/a"} < stored_groups(tmp_path / "both").keys()
 
 
 def test_helm_reads_letters_through_the_mapping_and_leaves_scored_options_out(tmp_path: Path) -> None:
@@ -270,30 +262,27 @@ def test_a_batch_counts_a_request_once_for_each_time_it_was_sent(tmp_path: Path)
     assert {name: answers(group) for name, group in groups.items()} == {"b": ["6"], "a": ["4", "5"]}
 
 
-def test_a_choice_of_a_batch_without_text_is_counted_as_left_out(tmp_path: Path) -> None:
+def test_a_choice_of_a_batch_without_text_is_left_out_and_a_logprob_that_is_no_number_too(tmp_path: Path) -> None:
     row = reply("a", "4", "5")
-    row["response"]["body"]["choices"][0] = {"message": {"content": None, "refusal": "No."}, "finish_reason": "stop"}
+    refused, kept = row["response"]["body"]["choices"]
+    refused["message"] = {"content": None, "refusal": "No."}
+    kept["logprobs"]["content"] = [{"logprob": -0.5}, {"logprob": -math.inf}]
     questions = write_lines(tmp_path / "questions.jsonl", TWO_AND_TWO)
     report, groups = imported(tmp_path / "out.jsonl", row, questions=questions)
     assert (report.responses, report.dropped) == (1, 1)
-    assert groups["a"].samples[0].num_tokens == 1  # its own, not those of both choices
+    (sample,) = groups["a"].samples
+    assert (sample.num_tokens, sample.logprob) == (2, None)  # its own tokens, not those of both choices
 
 
-def test_ids_of_a_batch_that_name_two_questions_are_refused(tmp_path: Path) -> None:
-    asked = ({"custom_id": "a", "body": {"prompt": text}} for text in ("2+2?", "3+3?"))
-    requests, output = write_lines(tmp_path / "in.jsonl", *asked), tmp_path / "out.jsonl"
-    with pytest.raises(InputError, match=r"in\.jsonl:2: .*'a' for two"):
+@pytest.mark.parametrize("prompts", [["2+2?", "3+3?"], [["2+2?", "3+3?"]], [[1, 2, 3]]])
+def test_requests_of_a_batch_that_are_no_question_each_are_refused(tmp_path: Path, prompts: list) -> None:
+    rows = ({"custom_id": "a", "body": {"prompt": prompt}} for prompt in prompts)
+    requests, output = write_lines(tmp_path / "in.jsonl", *rows), tmp_path / "out.jsonl"
+    with pytest.raises(InputError, match=r"in\.jsonl:[12]: .*('a' for two|`prompt` to be one text)"):
         imported(output, reply("a", "4"), requests=requests, task="local_number")
     questions = write_lines(tmp_path / "questions.jsonl", TWO_AND_TWO, THREE_AND_THREE | {"id": "a"})
     with pytest.raises(InputError, match=r"questions\.jsonl:2: .*'a' again"):
         imported(output, reply("a", "4"), questions=questions)
-
-
-@pytest.mark.parametrize("prompt", [["2+2?", "3+3?"], [1, 2, 3], [[1, 2]]])
-def test_a_request_of_a_batch_that_holds_several_prompts_or_tokens_is_refused(tmp_path: Path, prompt: list) -> None:
-    requests = write_lines(tmp_path / "in.jsonl", {"custom_id": "a", "body": {"prompt": prompt}})
-    with pytest.raises(InputError, match=r"in\.jsonl:1: .*`prompt` to be one text"):
-        imported(tmp_path / "out.jsonl", reply("a", "4", "6"), requests=requests, task="local_number")
 
 
 def test_an_id_that_ends_like_the_number_of_a_response_is_an_id(tmp_path: Path) -> None:
@@ -301,14 +290,6 @@ def test_an_id_that_ends_like_the_number_of_a_response_is_an_id(tmp_path: Path) 
     asked = TWO_AND_TWO | {"id": "alg#1"}, THREE_AND_THREE | {"id": "alg#2"}
     groups = imported(tmp_path / "out.jsonl", *rows, questions=write_lines(tmp_path / "questions.jsonl", *asked))[1]
     assert {name: verdicts(group) for name, group in groups.items()} == {"alg#1": [True], "alg#2": [True, False]}
-
-
-@pytest.mark.parametrize("logprob", [-math.inf, math.nan])
-def test_a_logprob_that_is_no_number_is_unknown(tmp_path: Path, logprob: float) -> None:
-    row = reply("a", "4")
-    row["response"]["body"]["choices"][0]["logprobs"]["content"] = [{"logprob": -0.5}, {"logprob": logprob}]
-    questions = write_lines(tmp_path / "questions.jsonl", TWO_AND_TWO)
-    assert imported(tmp_path / "out.jsonl", row, questions=questions)[1]["a"].samples[0].logprob is None
 
 
 def test_the_responses_api_and_completions_are_read(tmp_path: Path) -> None:
@@ -394,13 +375,7 @@ def test_one_response_a_row_with_its_verdict(tmp_path: Path, lines: list[str]) -
     assert verdicts(group) == [True, False, None]
 
 
-def test_an_id_of_two_questions_is_refused(tmp_path: Path) -> None:
-    """Taken together, the second response would be judged by the reference of the first question."""
-    rows = [{"id": 1, "question": f"{n}+{n}?", "answer": str(2 * n), "responses": [str(2 * n)]} for n in (1, 2)]
-    with pytest.raises(InputError, match=r"x\.jsonl:2: Expected `id` to name one question, but got '1' for two"):
-        imported(tmp_path / "x.jsonl", *rows, columns=Columns(id="id", responses="responses"))
-
-
+ONE_ID = "\n".join(json.dumps({"id": 1, "question": f"{n}+{n}?", "responses": ["2"]}) for n in (1, 2))
 UNEQUAL = {"problem": "2+2?", "gold": "4", "generations": ["4", "5"], "checked": [True]}
 UNNAMED = {"name": None, "question": "2+2?", "answer": "4", "responses": ["4"]}
 
@@ -411,44 +386,35 @@ UNNAMED = {"name": None, "question": "2+2?", "answer": "4", "responses": ["4"]}
         ({"doc_id": 1, "resps": None}, {}, "`resps`"),
         ({"custom_id": "a", "response": {}}, {}, "`--requests`"),
         (lm_eval_row(1, "2", target="", filtered_resps=[]), {}, "`--task`"),
-        (lm_eval_row(1, "2"), {"requests": "in.jsonl"}, "`requests` has no meaning"),
         (lm_eval_row(1, "2"), {"format": "sampled"}, r"sampled\.jsonl"),
-        ({"custom_id": "a", "response": {}}, {"format": "verl"}, "`input`"),
-        (lm_eval_row(1, "2"), {"format": "lm_eval"}, "'lm_eval'"),
         ({"sample_id": "a", "evaluation": {}, "messages": ["x"]}, {}, "not as every_eval_ever writes it"),
-        ({"sample_id": "a", "type": "sampling", "data": {}}, {"format": "openai-evals"}, "without an output"),
         (UNEQUAL, {"columns": COLUMNS}, r"samples_x\.jsonl:1: .*checked.*2.*1"),
+        (
+            ONE_ID,
+            {"columns": Columns(id="id", responses="responses")},
+            r"x\.jsonl:2: .*one question, .*'1' for two",
+        ),
         (UNNAMED, {"columns": Columns(id="name", responses="responses")}, r"x\.jsonl:1: Expected the field `name`"),
-        (UNNAMED, {"columns": Columns(answer="gold", responses="responses")}, r"x\.jsonl:1: .*the column `gold`"),
         (UNNAMED, {"columns": Columns(correct="good", responses="responses")}, r"x\.jsonl:1: .*the column `good`"),
         (UNNAMED, {"columns": Columns(choices="options", responses="responses")}, "`columns.choices` has no meaning"),
-        (lm_eval_row(1, "2"), {"columns": Columns(question="asked")}, r"x\.jsonl:1: .*the column `asked`"),
-        (lm_eval_row(1, "2"), {"columns": Columns(answer="gold")}, "`columns.answer` has no meaning"),
     ],
 )
-def test_what_cannot_be_read_is_named(tmp_path: Path, row: dict[str, Any], options: dict, message: str) -> None:
+def test_what_cannot_be_read_is_named(tmp_path: Path, row: Any, options: dict, message: str) -> None:
     with pytest.raises(InputError, match=message):
         imported(tmp_path / "samples_x.jsonl", row, **options)
     assert not (tmp_path / "store").exists()
 
 
-@pytest.mark.parametrize(
-    ("references", "task"),
-    [
+def test_the_references_tell_the_task(tmp_path: Path) -> None:
+    for references, task in (
         (["4", "1,200", "1e-05", "so\n#### 3"], "local_number"),
         (["A", "d"], "local_choice"),
         ([r"\frac{1}{2}", "2"], "local_expression"),
         (["Paris", ["Rome", "Roma"]], "local_text"),
-    ],
-)
-def test_the_references_tell_the_task(references: list[Any], task: str) -> None:
-    assert guess_task([*references, None]) == task
-
-
-@pytest.mark.parametrize("name", ["pool.jsonl", "pool.json"])
-def test_pools_of_our_own_are_of_no_other_format(tmp_path: Path, name: str) -> None:
+    ):
+        assert guess_task([*references, None]) == task
     lines = ({"id": one, "task": "t", "question": "q", "responses": []} for one in "ab")
-    assert find_format(write_lines(tmp_path / name, *lines)) is None
+    assert find_format(write_lines(tmp_path / "pool.jsonl", *lines)) is None, "a pool of our own"
 
 
 @pytest.mark.parametrize(
@@ -465,13 +431,110 @@ def test_an_export_can_be_imported_again(tmp_path: Path, format: Any, name: str)
     groups = sorted(stored_groups(tmp_path / "back").values(), key=lambda group: group.question.text)
     assert [verdicts(group) for group in groups] == [[True, False], [False, True]]
     assert [group.question.reference for group in groups] == ["2", "3"]
-    other = tmp_path / f"other{Path(name).suffix}"
-    other.write_text("{}")
-    with pytest.raises(InputError, match="something else"):
-        run_export_pool(str(tmp_path / "store"), str(other), format=format)
-    if format == "inspect":
-        with pytest.raises(InputError, match=r"must end with \.json, got .*x\.eval"):
-            run_export_pool(str(tmp_path / "store"), str(tmp_path / "x.eval"), format=format)
-    unknown: Any = f"{format}s"
-    with pytest.raises(InputError, match=f"`format` .* Did you mean '{format}'"):
-        run_export_pool(str(tmp_path / "store"), str(tmp_path / "never.jsonl"), format=unknown)
+    (tmp_path / f"other{name}").write_text("{}")
+    wrong: list[tuple[str, Any, str]] = [(f"other{name}", format, "something else")]
+    wrong += [("x.eval", "inspect", r"must end with \.json, got .*x\.eval"), ("x.json", "inspct", "mean 'inspect'")]
+    for path, other, message in wrong:
+        with pytest.raises(InputError, match=message):
+            run_export_pool(str(tmp_path / "store"), str(tmp_path / path), format=other)
+
+
+# ---- sampled.jsonl and ground_truth.jsonl, a response a row
+
+
+def sampled_row(example: str | int, number: Any, response: object, **changes: Any) -> dict[str, Any]:
+    found = {
+        "example_id": example, "sampled_id": number, "prompt_tokens": 9, "completion_tokens": 4,
+        "prompt": [{"role": "user", "content": f"{example}? Box it."}], "response": response,
+        "parsed_response": "A", "ground_truth_answer": "A", "correctness": 1,
+    }  # fmt: skip
+    return {**found, **changes}
+
+
+def test_rows_of_other_prefixes_and_numbers_stay_apart(tmp_path: Path) -> None:
+    rows = [
+        sampled_row("tc_1", 0, "A."), sampled_row("qb_1", 0, "B.", parsed_response="B", correctness=0),
+        *(sampled_row("tc_1", n, text) for n, text in ((10, "late"), (9, None), (2, "A!"), (2, "again"))),
+        sampled_row("1983-1", "1983-1_0", "x", parsed_response=None, correctness=1, ground_truth_answer=18.0),
+        sampled_row("no number", None, "A."), sampled_row("no number", None, "A!"),
+    ]  # fmt: skip
+    samples = {"tc_1": (3, 3), "qb_1": (2, 1), "gone": (0, 0)}
+    truths = [
+        {"example_id": name, "question": f"{name[:2]}?", "num_samples": number, "num_correct": right}
+        for name, (number, right) in samples.items()
+    ]
+    write_lines(tmp_path / "ground_truth.jsonl", *truths)
+    write_lines(tmp_path / "sampled.jsonl", *rows)
+    report, found = imported(tmp_path, task="mmlu", split="test")
+    assert (report.questions, report.responses, report.dropped) == (4, 7, 2)
+    assert (report.overruled, report.differing, report.without_responses) == (1, 1, 1)
+    assert [sample.text for sample in found["tc_1"].samples] == ["A.", "A!", "late"]
+    assert found["tc_1"].question.text == "tc?"
+    assert (found["1983-1"].question.text, found["1983-1"].question.reference) == ("1983-1? Box it.", "18")
+    assert verdicts(found["1983-1"]) == [False], "no answer is never right"
+    assert [sample.num_tokens for sample in found["qb_1"].samples] == [4]
+
+
+def test_texts_may_be_re_extracted(tmp_path: Path) -> None:
+    rows = [sampled_row("q", 0, r"So \\boxed{B}.", parsed_response="A", correctness=1)]
+    groups = imported(tmp_path / "sampled.jsonl", *rows, task="mmlu", split="test", stated=False)[1]
+    assert (answers(groups["q"]), verdicts(groups["q"])) == (["B"], [False])
+    with pytest.raises(InputError, match="stated"):
+        imported(tmp_path / "sampled.jsonl", task="mmlu", split="test")
+
+
+def test_out_and_back(tmp_path: Path) -> None:
+    def group(name: str, verdicts: list[bool | None]) -> QuestionSamples:
+        question = Question(name, "local_choice", (Message("system", "s"), Message("user", f"{name}?")), "A", name)
+        texts = ["Answer: A" if right else "no" for right in verdicts]
+        answers = ["A" if right else None for right in verdicts]
+        rows = (
+            Sample(name, at, 0, text, tuple(range(at + 2)), "stop", answer, right)
+            for at, (text, answer, right) in enumerate(zip(texts, answers, verdicts, strict=True))
+        )
+        return QuestionSamples(question, tuple(rows), "test", (1, 2, 3))
+
+    store = make_store(tmp_path / "store", num_samples=None)
+    judged = [group("a_1", [True, False, True]), group("b_1", [False])]
+    failed = Sample("b_1", 1, 0, "", (), None, None, None)
+    judged[1] = QuestionSamples(judged[1].question, (*judged[1].samples, failed), "test", (1, 2, 3))
+    with store.writer("w") as writer:
+        for each in [*judged, group("c_1", [None])]:
+            writer.append(each)
+    store.join()
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "sampled.jsonl").write_text("mine")
+    with pytest.raises(InputError, match="an earlier file of its kind"):
+        run_export_pool(str(store.path), str(out), format="sampled")
+    (out / "sampled.jsonl").unlink()
+    for _ in range(2):  # an earlier export is replaced
+        report = run_export_pool(str(store.path), str(out), format="sampled")
+    assert (report.questions, report.responses, report.dropped) == (2, 4, 2)
+    truths = [json.loads(line) for line in (out / "ground_truth.jsonl").read_text().splitlines()]
+    assert [(row["num_samples"], row["num_correct"], row["expected_accuracy"]) for row in truths] == [
+        (3, 2, 2 / 3), (1, 0, 0.0),
+    ]  # fmt: skip
+    assert (truths[0]["total_prompt_tokens"], truths[0]["total_completion_tokens"]) == (9, 9)
+    back = run_import_pool(str(out), str(tmp_path / "back"), "local_choice", "test")
+    assert (back.dropped, back.differing, back.overruled) == (0, 0, 0)
+    found = stored_groups(tmp_path / "back")
+    for each in judged:
+        assert found[each.question.id].question == each.question
+        assert [(s.text, s.answer, s.correct, s.num_tokens) for s in found[each.question.id].samples] == [
+            (s.text, s.answer, s.correct, s.num_tokens) for s in each.samples if s.finish is not None
+        ]
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (sampled_row("q", 0, "x", correctness=0.5), "sampled.jsonl:1: Expected `correctness` .*but got 0.5"),
+        (sampled_row("q", [0], "A."), "`sampled_id` to be a number or text"),
+        (sampled_row("q", 0, None), "responses to questions, but got none"),
+    ],
+)
+def test_a_row_that_cannot_be_read_is_named(row: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=message):
+        imported(tmp_path / "sampled.jsonl", row, task="mmlu", split="test")
+    assert not (tmp_path / "store").exists()

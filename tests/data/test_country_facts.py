@@ -42,7 +42,7 @@ def facts(example: Callable[[str], Task]) -> Task:
     return example("country_facts")
 
 
-def test_splits_share_no_country_and_questions_stand_alone(facts: Task) -> None:
+def test_splits_and_prompt_share_no_country_and_questions_stand_alone(facts: Task) -> None:
     countries: dict[str, set[str]] = {}
     for split, number in NUM_QUESTIONS.items():
         questions = facts.load(split)
@@ -51,6 +51,10 @@ def test_splits_share_no_country_and_questions_stand_alone(facts: Task) -> None:
         countries[split] = {question.id.split("/")[-1].split("-")[0] for question in questions}
     assert not countries["train"] & countries["test"]
     assert not countries["validation"] & (countries["train"] | countries["test"])
+    prompt = Prompt.from_json(yaml.safe_load((EXAMPLE / "prompts" / "gemma3.yaml").read_text()))
+    assert prompt.format == "plain"
+    asked = {question.text for split in NUM_QUESTIONS for question in facts.load(split)}
+    assert not asked & {example.question for example in prompt.examples}
 
 
 @pytest.mark.parametrize(
@@ -104,24 +108,19 @@ def test_without_a_list_of_names_as_much_is_read_as_with_one(facts: Task, shared
     assert np.mean(verdicts) > np.mean([row["correct"] for row in rows])
 
 
-def test_arithmetic_is_read_from_its_last_number_and_shares_no_question(example: Callable[[str], Task]) -> None:
-    task = example("arithmetic")
-    texts = [[question.text for question in task.load(split)] for split in (*NUM_QUESTIONS, "confirmation")]
-    assert [len(part) for part in texts] == [240, 60, 240, 180]
-    asked = [text for part in texts for text in part]  # whose first word tells the kind
+def test_arithmetic_and_wikidata_are_read_and_share_no_question(example: Callable[[str], Task]) -> None:
+    arithmetic, wikidata = example("arithmetic"), example("wikidata")
+    splits = (*NUM_QUESTIONS, "confirmation")
+    sums, names = ([task.load(split) for split in splits] for task in (arithmetic, wikidata))
+    assert [len(part) for part in (*sums, *names)] == [240, 60, 240, 180, 160, 40, 160, 160]
+    asked = [question.text for part in sums for question in part]  # whose first word tells the kind
     assert len({(text.split()[0], *sorted(re.findall(r"\d+|-", text))) for text in asked}) == 720
     read = {"7 - 9 = -2": "-2", "The GCD of 36 and 1,030 is 2.": "2", "It is 1,030.50, so": "1030.5", "None.": None}
-    assert {text: task.extract(text) for text in read} == read
-
-
-def test_wikidata_is_read_like_facts_and_shares_no_subject(facts: Task, example: Callable[[str], Task]) -> None:
-    task = example("wikidata")
-    questions = {split: task.load(split) for split in ("train", "validation", "test", "confirmation")}
-    assert [len(found) for found in questions.values()] == [160, 40, 160, 160]
-    asked = [question for found in questions.values() for question in found]
-    assert all(task.verify(one.reference, one.reference) or one.reference.startswith("[") for one in asked)
-    assert len({one.text for one in asked}) == len(asked)
-    assert task.extract("The native language of Li Wenliang is Chinese.") == "chinese"
+    assert {text: arithmetic.extract(text) for text in read} == read
+    found = [question for part in names for question in part]
+    assert all(wikidata.verify(one.reference, one.reference) or one.reference.startswith("[") for one in found)
+    assert len({one.text for one in found}) == len(found)
+    assert wikidata.extract("The native language of Li Wenliang is Chinese.") == "chinese"
 
 
 def test_the_settings_can_be_run(facts: Task, monkeypatch: pytest.MonkeyPatch, tiny_model: str) -> None:
@@ -130,10 +129,3 @@ def test_the_settings_can_be_run(facts: Task, monkeypatch: pytest.MonkeyPatch, t
     cli = instantiated(["fit", "--config", str(file), "--model.init_args.base_model", tiny_model], monkeypatch)
     assert cli.datamodule.target == "leave_one_out"
     assert cli.model.hparams["lora"]["activated"]
-
-
-def test_the_prompt_of_a_base_model_asks_nothing_that_a_split_asks(facts: Task) -> None:
-    prompt = Prompt.from_json(yaml.safe_load((EXAMPLE / "prompts" / "gemma3.yaml").read_text()))
-    assert prompt.format == "plain"
-    asked = {question.text for split in NUM_QUESTIONS for question in facts.load(split)}
-    assert not asked & {example.question for example in prompt.examples}

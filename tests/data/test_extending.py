@@ -12,7 +12,6 @@ from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.data.store.annotations import Annotation
 from selfcal_lightning.data.store.overview import plan_sampling
 from selfcal_lightning.data.store.sample_store import SampleStore
-from selfcal_lightning.engines.sampling.plan import SamplePlan
 from selfcal_lightning.records import SamplingSettings
 
 QUESTIONS = fake_questions(12)
@@ -160,6 +159,3 @@ def test_the_verb_draws_what_is_missing(tmp_path: Path, shallow_model: str, caps
     assert "nothing is sampled" not in capsys.readouterr().err
     generate("topped", 4, extend=True)
     assert "nothing is sampled" in capsys.readouterr().err
-    SamplePlan({"word_problems/test_id/000000": 1}, {}).save(tmp_path / "plan.json")
-    with pytest.raises(InputError, match="`extend` without a `plan`"):
-        generate("other", 4, extend=True, plan=str(tmp_path / "plan.json"))

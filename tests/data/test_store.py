@@ -82,7 +82,7 @@ def test_reading_survives_pickling_and_later_shards(tmp_path: Path) -> None:
     assert len(store.index()) == 24
 
 
-def test_fewer_samples_are_a_view_and_more_are_refused(tmp_path: Path) -> None:
+def test_fewer_samples_are_a_view(tmp_path: Path) -> None:
     store = make_store(tmp_path)
     write(store, fake_questions(3))
     store.join()
@@ -90,8 +90,6 @@ def test_fewer_samples_are_a_view_and_more_are_refused(tmp_path: Path) -> None:
     assert view.index().sample_index.tolist() == [0, 1] * 3
     assert all(len(group.samples) == 2 for group in view.samples())
     assert view.round_manifest().num_samples == 4
-    with pytest.raises(ValueError, match=r"Expected `num_samples` to be at most 4.*got 8.*another `store_dir`"):
-        make_store(tmp_path, num_samples=8)
 
 
 def test_a_model_may_move_and_nothing_else_change(tmp_path: Path) -> None:
@@ -127,27 +125,19 @@ def test_rounds_have_fingerprints_of_their_own(tmp_path: Path) -> None:
     assert len(later.index(round=1)) == 8
     assert later.question_ids(round=1) == {q.id for q in questions[:2]}
     assert len(list(later.samples(round=1))) == 2
-    with pytest.raises(ValueError, match=r"Expected round 2 to be in the store .*, but got rounds \[0, 1\]"):
-        later.round_manifest(2)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda g: replace(g, samples=g.samples[:3]), "Expected 4 samples"),
-        (lambda g: replace(g, samples=g.samples[::-1]), "Expected samples 0, 1, 2"),
-        (lambda g: replace(g, samples=()), "Expected samples 0, 1, 2"),
-        (lambda g: replace(g, samples=tuple(replace(s, round=1) for s in g.samples)), "and round 0"),
-    ],
-)
-def test_a_writer_takes_whole_questions_only(tmp_path: Path, change: object, message: str) -> None:
-    store = make_store(tmp_path)
-    with store.writer("a") as writer, pytest.raises(ValueError, match=message):
-        writer.append(change(make_group(fake_questions(1)[0])))  # type: ignore[operator]
+def test_a_writer_takes_whole_questions_only(tmp_path: Path) -> None:
+    store, (question,) = make_store(tmp_path), fake_questions(1)
+    group = make_group(question)
+    with store.writer("a") as writer:
+        for samples, message in ((group.samples[:3], "Expected 4 samples"), (group.samples[::-1], "samples 0, 1, 2")):
+            with pytest.raises(ValueError, match=message):
+                writer.append(replace(group, samples=samples))
     assert store.question_ids(include_parts=True) == set()
-    write(store, fake_questions(1))
+    write(store, [question])
     with store.writer("a") as writer, pytest.raises(ValueError, match="question ids to be unique"):
-        writer.append(make_group(fake_questions(1)[0]))
+        writer.append(group)
 
 
 def test_opening_writes_nothing_and_a_second_join_neither(tmp_path: Path) -> None:

@@ -112,17 +112,14 @@ def test_a_number_of_any_size_equals_itself(whole: str, places: str, divisor: st
         assert numbers.group([text, canonical]) == [text, text]
 
 
-@pytest.mark.parametrize("length", [61, 999, 5_000, 20_000])
-def test_a_long_number_equals_itself_and_no_other(length: int) -> None:
-    number = "7" * length
-    for text in (number, f"0.{number}", f"1.{number}/3.{number}"):
-        assert numbers_equal(text, text)
-        assert not numbers_equal(text, "8" + text)
-        assert not numbers_equal("1", text)
+def test_long_numbers_are_compared_exactly() -> None:
+    for length in (61, 999, 5_000, 20_000):
+        number = "7" * length
+        for text in (number, f"0.{number}", f"1.{number}/3.{number}"):
+            assert numbers_equal(text, text)
+            assert not numbers_equal(text, "8" + text)
+            assert not numbers_equal("1", text)
     assert not numbers_equal("many", "many")
-
-
-def test_fractions_are_compared_exactly() -> None:
     tenth = "0." + "0" * 49 + "1"
     assert numbers_equal(f"{tenth}/{tenth}", "1")
     assert not numbers_equal(f"1{'0' * 400}", f"1{'0' * 399}1{'0' * 398}")

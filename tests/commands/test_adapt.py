@@ -63,17 +63,12 @@ def test_rounds_are_drawn_from_the_policy_and_options_override(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"rounds": 0}, "`rounds`"),
         ({"reward": "entropy", "rounds": 2}, "`rounds: 1`"),
-        ({"reward": "none", "selection": "s"}, "`store_dir`"),
         ({"reward": "none"}, "`selection`"),
         ({"reward": "entropy", "rounds": 1, "store_dir": "s"}, "`store_dir`.*'s'"),
-        ({"evaluation_samples": 0}, "`evaluation_samples`.* 0"),
-        ({"temperatures": [0.7, -1.0]}, r"`temperatures`.*-1\.0"),
         ({"inductive": ADAPTED}, r"share \d+ questions"),
         ({"reward": "votes"}, "vote_share"),
     ],
-    ids=str,
 )
 def test_what_cannot_be_is_refused_before_it_is_written(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=message):

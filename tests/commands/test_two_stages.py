@@ -164,8 +164,6 @@ def test_other_settings_than_those_begun_with_are_refused(steps: MakeSteps, tmp_
         ("demo.yaml", "demo.yaml", {}, "`tune` .*activated adapter"),
         ("demo-joint.yaml", "demo-joint.yaml", {}, "`calibrate` .*joint"),
         ("demo-joint.yaml", "demo.yaml", {"calibrate_options": {"model.lora": None}}, "`calibrate`"),
-        ("demo-joint.yaml", "evaluate/demo.yaml", {}, "`calibrate` .* model"),
-        ("absent.yaml", "demo.yaml", {}, r"absent\.yaml"),
     ],
 )
 def test_bad_stages(tune: str, calibrate: str, options: dict, message: str, steps: MakeSteps, tmp_path: Path) -> None:

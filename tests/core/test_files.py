@@ -1,14 +1,17 @@
 import errno
 import fcntl
 import os
+import shutil
 import signal
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+from support.command_lines import Refused
 from support.kill_worker import die_at
 
 from selfcal_lightning.core import files
+from selfcal_lightning.data.pools.importing import import_pool
 
 
 def killed_at(call: int, path: Path) -> None:
@@ -63,8 +66,64 @@ def test_lines_that_break_off_leave_what_was_there(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
-@pytest.mark.parametrize("content", [None, b"", b"[1]", b'{"a": '])
-def test_a_report_that_is_not_there_or_damaged_is_none(tmp_path: Path, content: bytes | None) -> None:
-    if content is not None:
-        (tmp_path / "report.json").write_bytes(content)
-    assert files.json_object_or_none(tmp_path / "report.json") is None
+# ---- damaged or hostile JSON and YAML: every verb names the file and the line, before it reads without bound
+
+DEEP = "[" * 100_000 + "]" * 100_000
+DIGITS = "1" * 5_000
+GOOD = '{"id": "a", "task": "gsm8k", "split": "train", "question": "?", "reference": "7", "responses": [{"text": "7"}]}'
+BROKEN = {
+    "deep": (f'{{"id": "b", "question": {DEEP}}}', "nested too deeply"),
+    "digits": (f'{{"id": "b", "reference": {DIGITS}}}', "a number that is too long"),
+    "surrogate": ('{"id": "b", "question": "\\ud800"}', "half of a character"),
+    "cut": ('{"id": "b", "question": "Wh', "column"),
+}
+ANSWER = ["answer", "--question", "1?"]
+# The damaged file, what stands before the damage, and the command that reads it.
+READERS = [
+    ("pool.jsonl:2", GOOD, ["import-pool", "--path", "pool.jsonl", "--store_dir", "new"]),
+    ("pool.jsonl:2", GOOD, ["fit-threshold", "--pool", "pool.jsonl", "--output", "t.json", "--budget", "1"]),
+    ("pool.jsonl:2", GOOD, ["evaluate", "--pools", "{a: pool.jsonl}", "--output_dir", "out"]),
+    ("q.jsonl:2", '{"question": "1?"}', ["answer", "--model", "bundled", "--questions", "q.jsonl"]),
+    ("threshold.json", None, [*ANSWER, "--model", "bundled", "--threshold_file", "threshold.json"]),
+    ("adapter/adapter_config.json", None, [*ANSWER, "--model", "model", "--adapter", "adapter"]),
+    ("model/config.json", None, [*ANSWER, "--model", "model"]),
+    ("store/manifest.json", None, ["export-pool", "--store_dir", "store", "--path", "out.jsonl"]),
+]
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+@pytest.mark.parametrize(("place", "before", "command"), READERS, ids=[f"{one[2][0]} {one[0]}" for one in READERS])
+def test_the_damaged_file_is_named(
+    place: str, before: str | None, command: list[str], kind: str, tiny_model: str, here: Path, refused: Refused
+) -> None:
+    shutil.copytree(tiny_model, "model")
+    Path("adapter").mkdir()
+    Path("good.jsonl").write_text(f"{GOOD}\n")
+    import_pool("good.jsonl", "store")
+    line, reason = BROKEN[kind]
+    Path(place.partition(":")[0]).write_text(line if before is None else f"{before}\n{line}\n")
+    shown = refused(command)
+    shown = shown[shown.index(f"selfcal {command[0]}: error: ") :]  # reading says how far it is
+    assert place in shown
+    assert len(shown) < 1_000
+    if not place.startswith("store"):  # the manifest's reader repeats Python's words
+        assert reason in shown
+        assert "sys.set_int_max_str_digits" not in shown, "no advice that a user cannot follow"
+    assert not {"t.json", "out.jsonl"} & {path.name for path in here.iterdir()}
+
+
+@pytest.mark.parametrize("verb", ["evaluate", "generate", "fit"])
+def test_yaml_that_grows_without_bound_is_refused(verb: str, here: Path, refused: Refused) -> None:
+    assert "Expected the value of `--pools` to have at most" in refused(["evaluate", "--pools", DEEP])
+    levels = [f"a{i}: &a{i} [{', '.join(['x' if i == 0 else f'*a{i - 1}'] * 20)}]" for i in range(12)]
+    Path("bomb.yaml").write_text("\n".join(levels))
+    Path("deep.yaml").write_text("[" * 100_000)
+    for name, limit in (("bomb", "100 aliases"), ("deep", "100 levels")):
+        assert f"{name}.yaml must have at most {limit}" in refused([verb, "--config", f"{name}.yaml"])
+
+
+@pytest.mark.parametrize("option", ["--path pipe", "--path=pipe"])
+def test_a_pipe_is_refused(option: str, here: Path, refused: Refused) -> None:
+    os.mkfifo("pipe")
+    told = refused(["import-pool", *option.split(), "--store_dir", "store", "--task", "local_number"])
+    assert "pipe is a pipe or a socket" in told

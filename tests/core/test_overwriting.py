@@ -130,28 +130,21 @@ def test_an_evaluation_goes_into_its_own_folder_again_also_after_a_stop(pool: st
     assert (folder / "notes.txt").read_text() == "mine"
 
 
-@pytest.fixture
-def model(tiny_model: str, tmp_path: Path) -> Path:
-    return Path(plain_copy(tiny_model, tmp_path / "my_model"))
-
-
-def test_no_store_is_laid_into_a_folder_of_something_else(pool: str, model: Path, refused: Refused) -> None:
+def test_no_store_is_laid_into_a_folder_of_something_else(
+    pool: str, tiny_model: str, tmp_path: Path, refused: Refused
+) -> None:
+    model = Path(plain_copy(tiny_model, tmp_path / "my_model"))
     before = snapshot(model)
     generate = ["generate", "--model", "bundled", "--task", "word_problems", "--limit", "1", "--num_samples", "1"]
     for command in (generate, ["import-pool", "--path", pool]):
         told = refused([*command, "--store_dir", str(model)])
         assert f"but got {model}, which holds README.md, chat_template.jinja, config.json" in told
     assert "which is a file" in refused([*generate, "--store_dir", pool])
-    assert snapshot(model) == before
-
-
-def test_nor_by_training(tiny_model: str, model: Path) -> None:
-    before = snapshot(model)
     module = module_of(tiny_model)
     with pytest.raises(ValueError, match="`store_dir` to be a sample store or a new or empty folder"):
         trainer_with(generation()).fit(module, datamodule=data_module(tiny_model, model))
-    assert snapshot(model) == before
     assert module.model is None
+    assert snapshot(model) == before
 
 
 def test_a_store_that_was_stopped_before_its_first_sample_is_one(pool: str, tmp_path: Path) -> None:
@@ -180,30 +173,17 @@ def test_results_are_not_written_into_models_and_stores(name: str, tmp_path: Pat
         check_results_folder(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--export", "config.json"], "`export` to be a new file or earlier"),
-        (["--export_trl", "config.json"], "`export_trl` to be a new file or"),
-        (["--export", "both.jsonl", "--export_trl", "both.jsonl"], "`export` and `export_trl` must be different files"),
-    ],
-)
-def test_exports_of_rollouts_replace_no_file_of_others(
-    store: str, tmp_path: Path, refused: Refused, options: list[str], message: str
-) -> None:
+def test_exports_of_rollouts_replace_no_file_of_others(store: str, tmp_path: Path, refused: Refused) -> None:
     victims(tmp_path)
     before = snapshot(tmp_path)
     wanted = ["--samples_dir", store, "--store_dir", "rollouts", "--split", "calibration", "--model", "bundled"]
-    assert message in refused(["rollout", *wanted, "--steps", "sentence", *options])
+    for options, message in (
+        (["--export", "config.json"], "`export` to be a new file or earlier"),
+        (["--export_trl", "config.json"], "`export_trl` to be a new file or"),
+        (["--export", "both.jsonl", "--export_trl", "both.jsonl"], "`export` and `export_trl` must be different files"),
+    ):
+        assert message in refused(["rollout", *wanted, "--steps", "sentence", *options])
     assert snapshot(tmp_path) == before
-
-
-def test_a_store_whose_round_was_changed_is_not_exported(store: str, tmp_path: Path, refused: Refused) -> None:
-    file = next((Path(store) / "rounds").glob("*.json"))
-    file.write_text(file.read_text().replace('"seed": ', '"seed": 1'))
-    told = refused(["export-pool", "--store_dir", store, "--path", str(tmp_path / "out.jsonl")])
-    assert f"Expected {file} to hold what was written" in told
-    assert not (tmp_path / "out.jsonl").exists()
 
 
 # ---- names that become parts of paths: refused before the work where they lead elsewhere
@@ -223,12 +203,9 @@ def test_names_that_lead_elsewhere(name: str) -> None:
     assert not safe.startswith(".")
 
 
-@pytest.mark.parametrize("name", ["id", "gsm8k-hard", "test 2", "p_true@v2", "größe", "a.b", "x" * 100])
-def test_names_that_are_names(name: str) -> None:
-    assert check_path_name("tests.name", name) == file_name(name) == name
-
-
-def test_names_that_are_written_otherwise_stay_apart() -> None:
+def test_names_that_are_names_stay_and_others_stay_apart() -> None:
+    for name in ("id", "gsm8k-hard", "test 2", "p_true@v2", "größe", "a.b", "x" * 100):
+        assert check_path_name("tests.name", name) == file_name(name) == name
     names = ["a/b", "a_b", "a%2Fb", "../p", "..p"]
     assert len({file_name(name) for name in names}) == len(names)
 

@@ -22,7 +22,6 @@ from selfcal_lightning.cli import run
 from selfcal_lightning.commands.demo import what_next
 from selfcal_lightning.commands.generate import run_generate
 from selfcal_lightning.commands.lightning_cli import stopped_text
-from selfcal_lightning.core import plan as plans
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.core.plan import Place, Plan, Sampling, Speed, Training, check_places, merge_plans, show_seconds
 from selfcal_lightning.inference.thresholds import fit_risk_threshold
@@ -177,25 +176,16 @@ def test_a_training_takes_the_steps_that_were_planned(tiny_model: str, tmp_path:
     ("options", "message"),
     [
         (["--model.lr", "-1"], "`lr` to be a positive number, but got -1"),
-        (["--model.lr", ".nan"], "`lr` to be a positive number, but got nan"),
-        (["--model.lr", "0"], "`lr` to be a positive number, but got 0"),
-        (["--model.weight_decay", "-0.1"], "`weight_decay`"),
-        (["--data.max_length", "1"], "`max_length` 1 leaves no room"),
         (["--data.max_length", "20"], "leaves no room for a response"),
         (["--model.lora.target_modules", "[q_proj, nope]"], "'nope'"),
-        (["--model.lora.r", "0"], "`r`"),
         (["--model.base_model", "nosuchfolder/nor/hub"], "`base_model` to be a folder or a name on the hub"),
         (["--data.test", "[{task: word_problems, split: tset_id}]"], "Did you mean 'test_id'?"),
-        (["--data.validation", "[{task: gsm8k, split: validation}]"], "`split` of gsm8k to be one of"),
         (["--data.validation", "[{task: gsm8k, split: test, path: nowhere.jsonl}]"], "nowhere.jsonl"),
         (["--ckpt_path", "nowhere.ckpt"], "nowhere.ckpt"),
-        (["--trainer.max_epochs", "-1"], "Set `trainer.max_epochs`"),
         (["--trainer.callbacks.monitor", "val/gsm8k/calibration/ECE"], "`monitor` to be one of val/calibration/ECE"),
         (["--data.store_dir", "taken"], "which holds notes.txt"),
         (["--trainer.callbacks.output_dir", "taken"], "`output_dir` must be new or empty"),
-        (["--data.store_dir", "taken/notes.txt/store"], "is a file"),
     ],
-    ids=lambda value: " ".join(value)[-40:] if isinstance(value, list) else "",
 )
 def test_settings_of_a_training_are_refused_before_it_samples(
     here: Path, capsys: pytest.CaptureFixture[str], engines: Mock, options: list[str], message: str
@@ -243,15 +233,9 @@ def test_a_library_user_is_told_before_sampling_too(tiny_model: str, tmp_path: P
     [
         (["--confidences", "[nope]"], "`confidences` to be one of"),
         (["--max_samples", "8"], "`max_samples` to be at most 2"),
-        (["--targets", "[2, 16]"], "`targets` to be at most 2"),
         (["--strategies", "[early_stoping]"], "Did you mean 'early_stopping"),
-        (["--budgets", "[0]"], "`budgets` to be null or numbers of samples from 1"),
-        (["--num_resamples", "-1"], "`num_resamples` to be at least 0"),
-        (["--num_samples", "0"], "`num_samples` to be at least 1"),
-        (["--sampling.temperature", "-1"], "`temperature`"),
         (["--calibration", "{name: c, task: word_problems, split: calibratoin}"], "Did you mean 'calibration'?"),
     ],
-    ids=lambda value: value[0] if isinstance(value, list) else "",
 )
 def test_settings_of_an_evaluation_are_refused_before_it_samples(
     here: Path, refused: Refused, engines: Mock, options: list[str], message: str
@@ -302,8 +286,3 @@ def test_plans_add_up_by_store() -> None:
     both = merge_plans([half, half, Plan(sampling=(Sampling("t", None),))])
     assert [(row.store_dir, row.responses, row.missing) for row in both.sampling] == [("s", 20, 12), ("t", None, None)]
     assert both.notes == ("same",)
-
-
-def test_sizes_and_durations_are_told_in_a_fitting_unit() -> None:
-    assert [plans.show_bytes(size) for size in (3 * 2**30, 2**20 * 1.5, 10)] == ["3.0 GiB", "1.5 MiB", "0.0 MiB"]
-    assert [show_seconds(size) for size in (20, 3000, 2e5, 1e6)] == ["20 s", "50 min", "56 h", "12 days"]

@@ -19,7 +19,6 @@ from selfcal_lightning.core import plugins
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.data.tasks.registry import TASKS, get_task
 from selfcal_lightning.engines.vllm.process import worker_environment
-from selfcal_lightning.evaluation.curves import known_labels, plan_of
 from selfcal_lightning.inference.registry import STRATEGIES
 
 TASK = """
@@ -111,18 +110,13 @@ def test_a_file_is_imported_once_and_named_to_other_processes(here: Path) -> Non
     assert json.loads(os.environ[plugins.VARIABLE]) == [str(here / "my_task.py")]
 
 
-def test_a_module_of_the_current_folder(here: Path) -> None:
-    write(here / "numbers_of_mine.py", TASK)
-    plugins.load_plugins(["numbers_of_mine"])
-    assert "my_numbers" in TASKS
-
-
-@pytest.mark.parametrize("name", ["json.py", "time.py", "tasks.v2.py"])  # `time` is written in C
-def test_a_file_with_any_name(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["json.py", "time.py", "tasks.v2.py", "numbers_of_mine"])  # `time` is written in C
+def test_a_file_with_any_name_or_a_module_of_the_current_folder(name: str, here: Path) -> None:
     before = sys.modules.get(name.removesuffix(".py"))
-    plugins.load_plugins([write(tmp_path / name, TASK)])
+    write(here / f"{name.removesuffix('.py')}.py", TASK)
+    plugins.load_plugins([name])
     assert "my_numbers" in TASKS
-    assert sys.modules.get(name.removesuffix(".py")) is before
+    assert not name.endswith(".py") or sys.modules.get(name.removesuffix(".py")) is before
 
 
 @pytest.mark.parametrize(
@@ -130,17 +124,12 @@ def test_a_file_with_any_name(name: str, tmp_path: Path) -> None:
     [
         ("gone.py", None, "there is no file"),
         ("no_such_module_of_mine", None, "there is none called 'no_such_module_of_mine'"),
-        ("no such", None, "but got 'no such'"),
         ("p.py", "import no_such_library", "needs the module 'no_such_library', which is not installed"),
         ("p.py", "x = 1\nraise KeyError('k')", "p.py, line 2, raised KeyError: 'k'"),
         ("p.py", "def (:", "p.py, line 1, cannot be read"),
-        ("p.py", "raise SystemExit(0)", "p.py, line 1, raised SystemExit: 0"),
         ("p.py", TASK.replace("my_numbers", "gsm8k"), "'gsm8k' is registered already"),
-        ("p.py", STRATEGY.replace('"last_word"', '"cges"'), "'cges' is registered already"),
         ("p.py", STRATEGY.replace("frozen=True", "frozen=False"), "to be a frozen dataclass"),
-        ("p.py", STRATEGY.replace(": int = 4", ": int"), "to have defaults, but max_samples has none"),
         ("p.py", ESTIMATOR.replace('"brevity"', '"p_true"'), "'p_true' is registered already"),
-        ("p.py", ESTIMATOR.replace('"pool"', '"tea"'), "but got 'tea'"),
     ],
 )
 def test_what_cannot_be_loaded_is_told(name: str, code: str | None, words: str, here: Path, refused: Refused) -> None:
@@ -211,12 +200,6 @@ def test_an_estimator_scores_a_pool(tmp_path: Path, capsys: pytest.CaptureFixtur
     responses = json.loads(scored.read_text().splitlines()[0])["responses"]
     assert responses[0]["confidence"]["brevity"] == pytest.approx(1 / 17)
     assert pool_dependent(["brevity"]) == ["brevity"]
-
-
-def test_a_strategy_runs_by_its_name(tmp_path: Path) -> None:
-    plugins.load_plugins([write(tmp_path / "mine.py", STRATEGY)])
-    assert "last_word" in known_labels()
-    assert (plan_of("last_word").plain, plan_of("last_word").weighted) == ({}, {})
 
 
 @pytest.mark.slow

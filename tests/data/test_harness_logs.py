@@ -48,7 +48,7 @@ def lm_eval_row(doc: int, *texts: str, **changes: Any) -> dict[str, Any]:
     } | changes  # fmt: skip
 
 
-def test_lm_eval_keeps_one_filter_and_counts_what_occurs_again(tmp_path: Path) -> None:
+def test_lm_eval_keeps_one_filter_which_can_be_named_and_counts_what_occurs_again(tmp_path: Path) -> None:
     report, groups = imported(
         tmp_path / "samples_gsm8k_2026-11-24T16-05-55.399416.jsonl",
         lm_eval_row(1, "The answer is 2.", exact_match=0.0),
@@ -63,6 +63,11 @@ def test_lm_eval_keeps_one_filter_and_counts_what_occurs_again(tmp_path: Path) -
     assert first.question.messages[0].content == "Q: few shots"
     assert verdicts(first) == [False]  # as the log says, though the task would say right
     assert answers(groups["gsm8k/3"]) == [None]
+    path = write_lines(tmp_path / "samples_b.jsonl", lm_eval_row(1, "A 2."), lm_eval_row(1, "2", filter="flexible"))
+    run_import_pool(str(path), str(tmp_path / "named"), filter="flexible")
+    assert stored_groups(tmp_path / "named")["b/1"].samples[0].text == "2"
+    with pytest.raises(InputError, match="1 of the filter strict, 1 of the filter flexible"):
+        run_import_pool(str(path), str(tmp_path / "other"), filter="loose")
 
 
 def test_lm_eval_judged_the_first_of_repeats_only_so_all_are_verified(tmp_path: Path) -> None:
@@ -73,14 +78,6 @@ def test_lm_eval_judged_the_first_of_repeats_only_so_all_are_verified(tmp_path: 
     row = lm_eval_row(1, "Answer: [0,1]", target="[0,1]")  # an interval is no list of accepted answers
     groups = imported(tmp_path / "b" / "samples_a.jsonl", row, task="local_expression")[1]
     assert groups["a/1"].question.reference == "[0,1]"
-
-
-def test_a_filter_can_be_named(tmp_path: Path) -> None:
-    path = tmp_path / "samples_a.jsonl"
-    rows = lm_eval_row(1, "The answer is 2."), lm_eval_row(1, "2", filter="flexible")
-    assert imported(path, *rows, filter="flexible")[1]["a/1"].samples[0].text == "2"
-    with pytest.raises(InputError, match="1 of the filter strict, 1 of the filter flexible"):
-        run_import_pool(str(path), str(tmp_path / "other"), filter="loose")
 
 
 # ---- inspect_ai

@@ -1,6 +1,6 @@
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,25 +69,24 @@ def test_a_pool_is_read_judged_and_counted(tmp_path: Path, capsys: pytest.Captur
     assert store.index().num_tokens.tolist() == [-1, -1, 4, 2, -1]
     assert [s.correct for s in b.samples] == [None]
     assert store.round_manifest().fingerprint.model.model == "imported"
-    again = import_pool(path, tmp_path / "store", split="train")
+    again = import_pool(path.rename(tmp_path / "moved.jsonl"), tmp_path / "store", split="train")
     assert (again.reused, again.responses) == (2, 0)
+    with pytest.raises(ValueError, match="Expected split 'train' as stored, but got 'test'"):
+        import_pool(tmp_path / "moved.jsonl", tmp_path / "store", split="test")
     path = write_lines(tmp_path / "pool.jsonl", *pool())
     assert [entry.question.id for entry in load_recorded_pool(path).entries] == ["a", "b"]
     assert f"1 of 3 questions in {path} have no response and are left out" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("task", "reference", "text", "canonical"),
-    [
+def test_data_set_references_are_compared(tmp_path: Path) -> None:
+    for task, reference, text, canonical in (
         ("gsm8k", "2 + 2 = <<2+2=4>>4\n#### 4", "It is 4.", "4"),
         ("local_choice", "(B)", "Answer: B", "B"),
         ("winogrande", "2", "Answer: B", "B"),
-    ],
-)
-def test_data_set_references_are_compared(tmp_path: Path, task: str, reference: str, text: str, canonical: str) -> None:
-    line = {"id": "a", "task": task, "question": "?", "reference": reference, "responses": [{"text": text}]}
-    (entry,) = load_recorded_pool(write_lines(tmp_path / "pool.jsonl", line)).entries
-    assert (entry.question.reference, entry.samples[0].correct) == (canonical, True)
+    ):
+        line = {"id": "a", "task": task, "question": "?", "reference": reference, "responses": [{"text": text}]}
+        (entry,) = load_recorded_pool(write_lines(tmp_path / "pool.jsonl", line)).entries
+        assert (entry.question.reference, entry.samples[0].correct) == (canonical, True)
 
 
 def test_a_reference_that_the_task_cannot_read_is_refused_if_it_is_compared(tmp_path: Path) -> None:
@@ -182,16 +181,7 @@ def test_broken_files(tmp_path: Path) -> None:
     assert import_pool(path, tmp_path / "store").questions == 1
 
 
-def test_another_file_is_not_mixed_in(tmp_path: Path) -> None:
-    first = write_lines(tmp_path / "one.jsonl", *pool()[:1])
-    second = write_lines(tmp_path / "two.jsonl", *pool()[1:])
-    import_pool(first, tmp_path / "store", split="train")
-    with pytest.raises(ValueError, match=r"those of another file, or of this one.*another `store_dir`"):
-        import_pool(second, tmp_path / "store", split="train")
-    first.rename(tmp_path / "moved.jsonl")
-    assert import_pool(tmp_path / "moved.jsonl", tmp_path / "store", split="train").reused == 1
-    with pytest.raises(ValueError, match="Expected split 'train' as stored, but got 'test'"):
-        import_pool(tmp_path / "moved.jsonl", tmp_path / "store", split="test")
+PREFIX = {"question": "q", "reasoning_prefix": "p", "success_prob": 1}
 
 
 def records() -> list[dict]:
@@ -246,19 +236,26 @@ def test_training_records_with_a_model_have_its_tokens(tmp_path: Path, tiny_mode
     assert SampleStore(tmp_path / "store").round_manifest().fingerprint.prompt.yes_ids
 
 
+def import_prefixes(path: Path, store: Path) -> object:
+    return run_import_prefixes(str(path), str(store), "local_number")
+
+
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("read", "record", "message"),
     [
-        ({"input": "no header"}, "`input` to hold the prompt separator '<|assistant|>"),
-        ({"weighted_consistency": 1.5}, r"`weighted_consistency` to lie in \[0, 1\], but got 1.5"),
-        ({"answer": [1]}, "`answer` to be text, a number or null"),
+        (import_records, records()[1] | {"input": "no header"}, "`input` to hold the prompt separator '<|assistant|>"),
+        (import_records, records()[1] | {"consistency": 1.5}, r"`consistency` to lie in \[0, 1\], but got 1.5"),
+        (import_records, records()[1] | {"answer": [1]}, "`answer` to be text, a number or null"),
+        (import_prefixes, {"question": "q", "reasoning_prefix": "p"}, "the fields success_prob, but got only"),
+        (import_prefixes, PREFIX | {"success_prob": 1.5}, r"`success_prob` to lie in \[0, 1\]"),
+        (import_prefixes, PREFIX | {"reasoning_prefix": "9.<|im_end|>"}, r"r\.jsonl:1: .*'<\|im_end\|>'"),
+        (import_prefixes, PREFIX | {"reasoning_prefix": ""}, "records with a `reasoning_prefix`"),
+        (import_prefixes, {"prompt": "q", "completions": ["a", "b"], "labels": [True]}, "`labels` to be a list of 2"),
     ],
 )
-def test_bad_records_are_named(tmp_path: Path, change: dict, message: str) -> None:
-    lines = records()
-    lines[1] |= change
-    with pytest.raises(ValueError, match=rf"records.jsonl:2: Expected {message}"):
-        import_records(write_lines(tmp_path / "records.jsonl", *lines), tmp_path / "store")
+def test_bad_records_are_named(read: Callable, record: dict, message: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=message):
+        read(write_lines(tmp_path / "r.jsonl", record), tmp_path / "store")
     assert not (tmp_path / "store").exists()
 
 
@@ -307,21 +304,6 @@ def test_real_responses_to_competition_problems(tmp_path: Path, shared: Path) ->
         assert [sample.correct for sample in entry.samples] == expected
     assert not loaded.has_lengths
     assert {sample.correct for entry in loaded.entries for sample in entry.samples} == {True, False}
-
-
-@pytest.mark.parametrize(
-    ("record", "message"),
-    [
-        ({"question": "q", "reasoning_prefix": "p"}, "the fields success_prob, but got only"),
-        ({"question": "q", "reasoning_prefix": "p", "success_prob": 1.5}, r"`success_prob` to lie in \[0, 1\]"),
-        ({"question": "q", "reasoning_prefix": "", "success_prob": 1}, "records with a `reasoning_prefix`"),
-        ({"prompt": "q", "completions": ["a", "b"], "labels": [True]}, "`labels` to be a list of 2, one a step"),
-        ({"question": "q", "reasoning_prefix": "9.<|im_end|>", "success_prob": 1}, r"r\.jsonl:1: .*'<\|im_end\|>'"),
-    ],
-)
-def test_bad_records_are_refused(record: dict, message: str, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=message):
-        run_import_prefixes(str(write_lines(tmp_path / "r.jsonl", record)), str(tmp_path / "s"), "local_number")
 
 
 def test_what_is_left_out_is_counted(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

@@ -21,7 +21,7 @@ from selfcal_lightning.data.store.manifest import StoreManifest, fingerprint_dig
 from selfcal_lightning.data.store.overview import plan_sampling
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.data.store.shards import _confidences
-from selfcal_lightning.records import Question, SamplingSettings
+from selfcal_lightning.records import SamplingSettings
 
 
 def test_what_goes_in_comes_out(tmp_path: Path) -> None:
@@ -202,32 +202,23 @@ def test_many_processes_create_write_and_join_at_once(tmp_path: Path) -> None:
     assert not leftovers(SampleStore(tmp_path))
 
 
-def duplicated(path: Path, **options: str) -> tuple[SampleStore, list[Question]]:
-    """Four questions in one part, two of them in another too."""
-    store, questions = make_store(path), fake_questions(4)
-    write(store, questions, part="a")
-    write(store, questions[:2], part="b", **options)
-    return store, questions
-
-
-def test_equal_duplicates_are_read_once_and_counted(tmp_path: Path) -> None:
-    store, questions = duplicated(tmp_path)
-    manifest = store.join()
+def test_equal_duplicates_are_read_once_and_different_ones_an_error_until_repaired(tmp_path: Path) -> None:
+    equal, other, questions = make_store(tmp_path / "equal"), make_store(tmp_path / "other"), fake_questions(4)
+    for store, marked in ((equal, {}), (other, {"mark": "other "})):
+        write(store, questions, part="a")
+        write(store, questions[:2], part="b", **marked)
+    manifest = equal.join()
     assert (manifest.questions, manifest.duplicate_questions) == (4, 2)
-    assert len(store.index()) == 16
-    assert store.question_ids() == store.question_ids(include_parts=True) == {q.id for q in questions}
-
-
-def test_different_duplicates_are_an_error_until_repaired(tmp_path: Path) -> None:
-    store, _ = duplicated(tmp_path, mark="other ")
+    assert len(equal.index()) == 16
+    assert equal.question_ids() == equal.question_ids(include_parts=True) == {q.id for q in questions}
     with pytest.raises(ValueError, match=r"got 2 with different samples in two parts.*parts/b/.*--repair true"):
-        store.join()
-    assert not (tmp_path / "manifest.json").exists()
-    report = store.repair()
+        other.join()
+    assert not (other.path / "manifest.json").exists()
+    report = other.repair()
     assert (report.duplicates, report.questions, report.moved) == (2, 0, ())
-    assert all(group == make_group(group.question) for group in store.samples())
-    assert len(shards(store, "b")) == 1, "nothing readable is deleted"
-    assert store.join().duplicate_questions == 2
+    assert all(group == make_group(group.question) for group in other.samples())
+    assert len(shards(other, "b")) == 1, "nothing readable is deleted"
+    assert other.join().duplicate_questions == 2
 
 
 def test_confidences_are_laid_out_once_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,7 +239,6 @@ QUESTIONS = fake_questions(12)
 
 
 def rows(path: Path) -> list:
-    """Return everything that readers see of a store."""
     index = (store := SampleStore(path)).index()
     return store.read_rows(index.locate(range(len(index))))
 

@@ -169,6 +169,16 @@ def test_values_of_questions_are_added_found_and_of_one_origin(tmp_path: Path) -
         annotation.write({("b", "1"): 0.5}, origin=other)
     annotation.write({("b", "1"): 0.5}, origin=other, overwrite=True)
     assert annotations.question_values(tmp_path, "probe", [("a", "1"), ("b", "1")]) == [None, 0.5]
+    (file,) = tmp_path.rglob("question_values.json")
+    content = json.loads(file.read_text())
+    content["values"][0][2] = 0.75
+    file.write_text(json.dumps(content))
+    with pytest.raises(StoreCorruptError, match="run `selfcal score-questions` again"):
+        annotations.question_values(tmp_path, "probe", [("b", "1")])
+    with pytest.raises(InputError, match=r"Expected 'other' to be a value of the questions .* but got \['probe'\]"):
+        annotations.question_values(tmp_path, "other", [])
+    with pytest.raises(InputError, match="`name` to be letters"):
+        annotations.QuestionAnnotation(tmp_path, "../probe")
 
 
 def test_writers_at_one_time_keep_each_others_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,17 +197,3 @@ def test_writers_at_one_time_keep_each_others_values(tmp_path: Path, monkeypatch
     add("a")
     second.join()
     assert annotations.question_values(tmp_path, "probe", [("a", "1"), ("b", "1")]) == [0.5, 0.5]
-
-
-def test_bad_names_values_and_files(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="`name` to be letters"):
-        annotations.QuestionAnnotation(tmp_path, "../probe")
-    with pytest.raises(InputError, match=r"Expected 'probe' to be a value of the questions .* but got none at all"):
-        annotations.question_values(tmp_path, "probe", [])
-    annotations.QuestionAnnotation(tmp_path, "probe").write({("a", "1"): 0.25}, origin=PROBE)
-    (file,) = tmp_path.rglob("question_values.json")
-    content = json.loads(file.read_text())
-    content["values"][0][2] = 0.75
-    file.write_text(json.dumps(content))
-    with pytest.raises(StoreCorruptError, match="run `selfcal score-questions` again"):
-        annotations.question_values(tmp_path, "probe", [("a", "1")])

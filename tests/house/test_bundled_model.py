@@ -44,16 +44,6 @@ def test_tokens_are_single_digits_and_the_verification_turn_is_the_one_that_was_
     assert chat.end_of_turn_ids == {chat.tokenizer.eos_token_id}
 
 
-def test_the_weights_are_bfloat16_and_the_config_names_the_control_tokens(chat: ChatFormat) -> None:
-    stored = AutoModelForCausalLM.from_pretrained(FOLDER)
-    assert stored.dtype == torch.bfloat16
-    assert stored.config.model_type == "llama"
-    assert stored.config.max_position_embeddings == 512
-    assert stored.config.vocab_size == len(chat.tokenizer)
-    assert stored.config.eos_token_id == chat.tokenizer.eos_token_id == stored.generation_config.eos_token_id
-    assert stored.config.pad_token_id == chat.pad_id
-
-
 def test_its_verdicts_are_yes_or_no(chat: ChatFormat, model: PreTrainedModel) -> None:
     for problem in islice(stream_problems("validation"), 5):
         response = chat.response_ids(f"The answer is {problem.answer}.")

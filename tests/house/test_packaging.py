@@ -59,10 +59,13 @@ def test_importing_the_package_needs_no_extra_and_no_torch() -> None:
         f"for name in {EXTRAS!r}: sys.modules[name] = None\n"
         "import selfcal_lightning.cli, selfcal_lightning.records, selfcal_lightning.data.store.sample_store\n"
         "import selfcal_lightning.commands.generate, selfcal_lightning.commands.evaluate\n"
+        "try: selfcal_lightning.cli.run(['generate', '--help'])\n"
+        "except SystemExit: pass\n"
         "import selfcal_lightning.commands.export, selfcal_lightning.commands.pools\n"
         "assert 'torch' not in sys.modules, 'torch was imported'\n"
     )
-    run_python(code)
+    shown = run_python(code)
+    assert all(option in shown for option in ("--devices", "--shard", "--num_samples", "--store_dir"))
 
 
 @pytest.mark.slow

@@ -14,14 +14,12 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from support.command_lines import Refused, exit_status
 from support.number_pools import write_pool
-from support.processes import run_python
 from support.ssc_pools import Pool
 
 from selfcal_lightning.cli import VERBS, function_of, run
 from selfcal_lightning.commands.lightning_cli import SelfCalibrationCLI, untrained_folders_removed
 from selfcal_lightning.commands.trainer_start import DATA_MODULE, MODULE
 from selfcal_lightning.core import progress
-from selfcal_lightning.core.errors import InputError, MissingPackageError, RunError, UserError, unknown_name
 from selfcal_lightning.core.progress import Progress, Stage, counted
 from selfcal_lightning.models.folders import base_model_identity, config_path
 
@@ -39,15 +37,11 @@ def test_no_verb_and_an_unknown_one(capsys: pytest.CaptureFixture) -> None:
     assert "Did you mean 'evaluate'?" in shown
 
 
-def test_help_and_generate_help_do_not_import_torch() -> None:
-    code = (
-        "import sys; from selfcal_lightning.cli import run\n"
-        "try: run(['generate', '--help'])\n"
-        "except SystemExit: pass\n"
-        "assert 'torch' not in sys.modules"
-    )
-    shown = run_python(code)
-    assert all(option in shown for option in ("--devices", "--shard", "--num_samples", "--store_dir"))
+def test_the_full_help_of_a_trainer_verb(capsys: pytest.CaptureFixture) -> None:
+    for full in (["--help=full"], ["--help", "all"]):
+        assert exit_status(["predict", *full]) == 0
+        text = capsys.readouterr().out.rpartition("--weights_only")[2]
+        assert "default: True" in " ".join(text.split()), "nothing is unpickled unless a user says so"
 
 
 @pytest.mark.parametrize("verb", FUNCTIONS)
@@ -120,27 +114,6 @@ def test_an_empty_name_of_a_model_is_not_the_folder_here(refused: Refused) -> No
     ):
         for name in ("", " "):
             assert f"on the hub or 'bundled', but got {name!r}." in refused([*arguments, "--model", name])
-
-
-def test_flags_stand_alone(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    source = ["generate", "--model", "bundled", "--store_dir", str(tmp_path / "s"), "--task", "word_problems"]
-    for flag in (["--check"], ["--check", "--limit", "2"], ["--check=true", "--limit", "2"]):
-        assert run([*source, *flag]) == 0
-    assert capsys.readouterr().out.count("The plan:") == 3
-    assert not (tmp_path / "s").exists()
-
-
-# ---- the family of user errors, and the names that were meant
-
-
-def test_errors_keep_what_python_calls_them_and_unknown_names_are_answered() -> None:
-    many = str(unknown_name("side", "name-39x", [f"name-{number}" for number in range(40)]))
-    assert "name-29 and 10 more, but got" in many, "a list that nobody reads is cut"
-    assert "Did you mean 'name-39'?" in many, "and the one that was meant is looked for in all of it"
-    # So that `except ValueError` of a library user still catches them.
-    for error, builtin in ((InputError, ValueError), (RunError, RuntimeError), (MissingPackageError, ImportError)):
-        assert issubclass(error, UserError)
-        assert issubclass(error, builtin)
 
 
 @pytest.mark.parametrize(

@@ -141,9 +141,7 @@ def test_the_hub_is_asked_for_exactly_this(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_repository_with_configurations_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import datasets
-
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     repository = tmp_path / "repository"
     (repository / "main").mkdir(parents=True)
     (repository / "README.md").write_text(
@@ -161,9 +159,7 @@ def test_a_repository_with_configurations_is_loaded(tmp_path: Path, monkeypatch:
 
 @pytest.mark.parametrize("name", ["object_counting", "logiqa"])
 def test_a_parquet_conversion_is_read_by_folder(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import datasets
-
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     task = dataset_task(name)
     for folder in (task.dataset.source.data_dir, "another_configuration"):
         part = tmp_path / "repository" / folder / "test"
@@ -177,9 +173,7 @@ def test_a_parquet_conversion_is_read_by_folder(name: str, tmp_path: Path, monke
 
 
 def test_no_connection_names_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    import datasets
-
-    monkeypatch.setattr(datasets, "load_dataset", Mock(side_effect=ConnectionError("Couldn't reach the Hub.")))
+    monkeypatch.setattr("datasets.load_dataset", Mock(side_effect=ConnectionError("Couldn't reach the Hub.")))
     with pytest.raises(RuntimeError, match=r"Could not load openai/gsm8k .* by `path`"):
         dataset_task("gsm8k").load("test")
 

@@ -47,7 +47,6 @@ def status_of(arguments: list[str]) -> int | None:
         ImportError("cannot import name 'Cache' from 'transformers'"),
         KeyError("weights"),
     ],
-    ids=lambda error: type(error).__name__,
 )
 def test_a_defect_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, error: Exception) -> None:
     monkeypatch.setattr(RUN, Mock(side_effect=error))
@@ -72,7 +71,6 @@ def test_a_defect_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
         (torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 2 GiB"), "`max_batch`"),
         (RuntimeError("Symlink loop from '/a'"), "Symlink loop from '/a': name a file or a folder."),
     ],
-    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
 )
 def test_a_mistake_is_one_line(monkeypatch: pytest.MonkeyPatch, refused: Refused, error: Exception, said: str) -> None:
     monkeypatch.setattr(RUN, Mock(side_effect=error))
@@ -116,20 +114,17 @@ def test_a_worker_tells_a_defect_from_a_mistake(
 
 # ---- Ctrl-C
 
-OPEN = "selfcal_lightning.engines.sampling.running.open_engine"
 TESTS = "[{name: id, task: word_problems, split: test_id, limit: 2}]"
-# Of each verb: its options, the function at which it is interrupted, and what the last line must say.
+# Of each verb: its options, the function at which it is interrupted, and what the last line must say; of `generate`
+# there is a real one below.
 STOPPED = {
-    "generate": (
-        ["--model", "bundled", "--store_dir", "store", "--task", "word_problems", "--limit", "2"],
-        OPEN, "0 questions with all their samples are in store; the same command continues",
-    ),
     "answer": (
         ["--model", "bundled", "--questions", "asked.txt"],
         "selfcal_lightning.commands.answer.run_strategy", "the same command asks all questions again",
     ),
     "evaluate": (
-        ["--model", "bundled", "--tests", TESTS, "--output_dir", "out"], OPEN, "the same command continues",
+        ["--model", "bundled", "--tests", TESTS, "--output_dir", "out"],
+        "selfcal_lightning.engines.sampling.running.open_engine", "the same command continues",
     ),
     "score": (
         ["--pool", "pool.jsonl", "--output", "scored.jsonl", "--estimator", "response_consistency"],

@@ -19,7 +19,6 @@ from support.strategy_pools import make_entry
 from support.training_runs import data_module, generation, module_of, trainer_with
 
 from selfcal_lightning.cli import run
-from selfcal_lightning.commands.demo import what_next
 from selfcal_lightning.commands.generate import run_generate
 from selfcal_lightning.commands.lightning_cli import stopped_text
 from selfcal_lightning.core.errors import InputError
@@ -207,13 +206,6 @@ def test_a_gpu_that_is_not_there_is_said_at_once(monkeypatch: pytest.MonkeyPatch
     assert "demo.yaml" in shown, "a training that this machine can run"
 
 
-def test_the_demo_recommends_what_the_machine_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    for has_gpu in (False, True):
-        monkeypatch.setattr("torch.cuda.is_available", lambda has_gpu=has_gpu: has_gpu)
-        (typed,) = [line for line in what_next(Path("runs/demo")).splitlines() if "selfcal fit" in line]
-        assert ("qwen" in typed) == has_gpu
-
-
 def test_a_library_user_is_told_before_sampling_too(tiny_model: str, tmp_path: Path, engines: Mock) -> None:
     """Without the command line: the Trainer's own `fit`."""
     store = tmp_path / "store"
@@ -273,12 +265,6 @@ def test_small_disks_and_folders_that_nobody_may_write_are_told(
     monkeypatch.setattr("os.access", lambda path, mode: str(path) != str(tmp_path))
     with pytest.raises(InputError, match=f"{tmp_path} cannot be written"):
         check_places(Plan(places=(Place("adapter", str(tmp_path / "a")),)))
-
-
-def test_the_demo_asks_for_its_space_first(monkeypatch: pytest.MonkeyPatch, refused: Refused, tmp_path: Path) -> None:
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(10**9, 0, 2**20))
-    monkeypatch.setattr("subprocess.Popen", lambda *_, **__: pytest.fail("a step was started"))
-    assert "100.0 MiB of free disk" in refused(["demo", "--output_dir", str(tmp_path / "demo")])
 
 
 def test_plans_add_up_by_store() -> None:

@@ -1,7 +1,6 @@
 """The bundled model: small, loadable, with the project's tokenizer, able to answer and to judge, overconfident."""
 
 from itertools import islice
-from pathlib import Path
 
 import pytest
 import torch
@@ -9,21 +8,15 @@ from support.house import Script
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from selfcal_lightning.data.tasks.word_problems import stream_problems
-from selfcal_lightning.models.chat_format import DEFAULT_QUERY, ChatFormat, load_tokenizer
+from selfcal_lightning.models.chat_format import DEFAULT_QUERY, ChatFormat
 from selfcal_lightning.records import Message
 
-FOLDER = Path(__file__).resolve().parents[2] / "selfcal_lightning" / "assets" / "tiny_solver"
 NUM_SAMPLED = 50
 
 
 @pytest.fixture(scope="module")
-def chat() -> ChatFormat:
-    return ChatFormat(load_tokenizer(str(FOLDER)))
-
-
-@pytest.fixture(scope="module")
-def model() -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.float32).eval()
+def model(bundled_model: str) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(bundled_model, dtype=torch.float32).eval()
 
 
 def test_tokens_are_single_digits_and_the_verification_turn_is_the_one_that_was_trained(chat: ChatFormat) -> None:

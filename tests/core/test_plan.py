@@ -265,10 +265,3 @@ def test_small_disks_and_folders_that_nobody_may_write_are_told(
     monkeypatch.setattr("os.access", lambda path, mode: str(path) != str(tmp_path))
     with pytest.raises(InputError, match=f"{tmp_path} cannot be written"):
         check_places(Plan(places=(Place("adapter", str(tmp_path / "a")),)))
-
-
-def test_plans_add_up_by_store() -> None:
-    half = Plan(sampling=(Sampling("s", 10, 4, most_tokens=5),), notes=("same",))
-    both = merge_plans([half, half, Plan(sampling=(Sampling("t", None),))])
-    assert [(row.store_dir, row.responses, row.missing) for row in both.sampling] == [("s", 20, 12), ("t", None, None)]
-    assert both.notes == ("same",)

@@ -88,16 +88,6 @@ def test_reading_survives_pickling_and_later_shards(tmp_path: Path) -> None:
     assert len(store.index()) == 24
 
 
-def test_fewer_samples_are_a_view(tmp_path: Path) -> None:
-    store = make_store(tmp_path)
-    write(store, fake_questions(3))
-    store.join()
-    view = make_store(tmp_path, num_samples=2)
-    assert view.index().sample_index.tolist() == [0, 1] * 3
-    assert all(len(group.samples) == 2 for group in view.samples())
-    assert view.round_manifest().num_samples == 4
-
-
 def test_a_model_may_move_and_nothing_else_change(tmp_path: Path) -> None:
     make_store(tmp_path)
     moved = replace(FINGERPRINT, model=replace(MODEL, model="/elsewhere/m", revision="main"))

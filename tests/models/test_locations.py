@@ -4,20 +4,31 @@ import hashlib
 import json
 import os
 import shutil
+import socket
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NoReturn
+from unittest.mock import Mock
 
 import huggingface_hub
 import pytest
 import torch
-from huggingface_hub.errors import LocalEntryNotFoundError
+from huggingface_hub.errors import HTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+from support.command_lines import Refused
 from support.module_batches import module_of
 from support.other_models import plain_copy
 
 from selfcal_lightning.models import folders
 from selfcal_lightning.models.causal_lm import WeightFiles, load_causal_lm
-from selfcal_lightning.models.folders import SMALL_FILES, model_folder, tensors_sha256, weight_files, weights_sha256
+from selfcal_lightning.models.folders import (
+    SMALL_FILES,
+    model_folder,
+    resolve_model,
+    tensors_sha256,
+    weight_files,
+    weights_sha256,
+)
 
 
 class LocalHub:
@@ -160,3 +171,125 @@ def test_tensors_in_memory_are_hashed_with_their_names() -> None:
     assert digest == tensors_sha256(reversed(tensors.items()))
     assert digest != tensors_sha256({"a": tensors["a"], "c": tensors["b"]}.items())
     assert digest != tensors_sha256({"a": torch.tensor([0.0, 1.0]), "b": tensors["b"]}.items())
+
+
+# ---- names of models and adapters that are nowhere are told before anything slow is asked
+
+SLOW = (
+    "transformers.AutoTokenizer.from_pretrained",
+    "transformers.AutoConfig.from_pretrained",
+    "transformers.AutoModelForCausalLM.from_pretrained",
+    "peft.PeftModel.from_pretrained",
+    "selfcal_lightning.commands.answer.open_engine",
+    "selfcal_lightning.engines.sampling.running.open_engine",
+    "selfcal_lightning.engines.openai.engine.OpenAIEngine.__init__",
+)
+ANSWER = ["answer", "--question", "1?", "--model"]
+TESTS = "[{name: id, task: word_problems, split: test_id, limit: 2}]"
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> Mock:
+    """What everything slow calls, and fails by."""
+    asked = Mock(side_effect=AssertionError("something slow was asked"))
+    for name in SLOW:
+        monkeypatch.setattr(name, asked)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    return asked
+
+
+def commands(folder: Path) -> dict[str, list[str]]:
+    return {
+        "answer": ANSWER,
+        "generate": ["generate", "--store_dir", f"{folder}/store", "--task", "word_problems", "--model"],
+        "evaluate": ["evaluate", "--tests", TESTS, "--output_dir", f"{folder}/out", "--model"],
+    }
+
+
+@pytest.mark.parametrize("model", ["nosuchfolder", "no/such", "./nosuch", "/nowhere/at/all", "a b"])
+@pytest.mark.parametrize("verb", ["answer", "generate", "evaluate"])
+def test_a_model_that_is_nowhere(tmp_path: Path, refused: Refused, slow: Mock, verb: str, model: str) -> None:
+    told = refused([*commands(tmp_path)[verb], model])
+    assert "Expected `model` to be a folder or a name on the hub, but " in told
+    slow.assert_not_called()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_of_nearly_that_name_is_named(here: Path, refused: Refused, slow: Mock) -> None:
+    Path("calibrated").mkdir()
+    assert "calibrated" in refused([*ANSWER, "calibratd"]).replace("'calibratd'", "")
+    slow.assert_not_called()
+
+
+@pytest.mark.parametrize("case", ["out of reach", "unknown there", "proxy is down"])
+def test_the_hub_is_asked_once(refused: Refused, slow: Mock, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    asked: list[float] = []
+
+    # The hub's library has had several libraries for requests; of a response it reads no more than this.
+    answer: Any = SimpleNamespace(headers={}, request=None)
+
+    def model_info(self: object, name: str, *, revision: str | None, timeout: float) -> NoReturn:
+        asked.append(timeout)
+        raise RepositoryNotFoundError("404", response=answer) if case == "unknown there" else HTTPError("refused")
+
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    monkeypatch.setattr(folders, "_unreachable", lambda _: "not known" if case == "out of reach" else None)
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", model_info)
+    folders._check_on_hub.cache_clear()
+    shown = refused([*ANSWER, "no/such"])
+    slow.assert_not_called()
+    wanted = {"out of reach": "cannot be reached: not known", "proxy is down": "cannot be reached: refused"}
+    assert wanted.get(case, "the hub has no such model") in shown
+    assert asked == ([] if case == "out of reach" else [folders.HUB_SECONDS])
+
+
+@pytest.mark.parametrize("verb", ["answer", "generate", "score", "export"])
+def test_an_adapter_that_is_nowhere(tmp_path: Path, refused: Refused, slow: Mock, verb: str) -> None:
+    pool = tmp_path / "pool.jsonl"
+    pool.write_text('{"id": "q", "task": "gsm8k", "question": "?", "responses": [{"text": "7"}]}\n')
+    lines = {
+        **{name: [*words, "bundled"] for name, words in commands(tmp_path).items()},
+        "score": f"score --pool {pool} --output {tmp_path}/o --model bundled --estimator p_true".split(),
+        "export": ["export", "--output_dir", f"{tmp_path}/out"],
+    }
+    assert "'nosuch'" in refused([*lines[verb], "--adapter", "nosuch"])
+    slow.assert_not_called()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("verb", ["answer", "generate"])
+def test_a_server_that_nobody_runs(tmp_path: Path, refused: Refused, slow: Mock, verb: str) -> None:
+    pytest.importorskip("aiohttp", reason="the engine openai is an extra")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"http://127.0.0.1:{free.getsockname()[1]}/v1"
+    openai = ["--engine.name", "openai", "--engine.base_url", address, "--sampling.edt_scale", "null"]
+    shown = refused([*commands(tmp_path)[verb], "bundled", *openai])
+    slow.assert_not_called()
+    assert f"Expected a server at {address}, but got no connection" in shown
+    assert "`base_url`" in shown
+
+
+@pytest.mark.parametrize("broken", ["model.safetensors", "config.json"])
+def test_a_broken_download(tiny_model: str, tmp_path: Path, refused: Refused, slow: Mock, broken: str) -> None:
+    shutil.copytree(tiny_model, tmp_path / "model")
+    file = tmp_path / "model" / broken
+    content = file.read_bytes()
+    for left in (len(content) // 2, 5, 0):
+        file.write_bytes(content[:left])
+        shown = refused([*ANSWER, str(tmp_path / "model")])
+        assert str(file) in shown
+        assert "SafetensorError" not in shown
+    file.unlink()
+    assert "error: Expected " in refused([*ANSWER, str(tmp_path / "model")])
+    slow.assert_not_called()
+
+
+def test_the_bundled_model_of_an_earlier_installation_is_the_one_here(tmp_path: Path) -> None:
+    earlier = tmp_path / "selfcal_lightning" / "assets" / "tiny_solver"
+    assert resolve_model(str(earlier)) == resolve_model("bundled")
+    assert resolve_model(str(tmp_path / "tiny_solver")) == str(tmp_path / "tiny_solver")
+    earlier.mkdir(parents=True)  # of another installation that is still there
+    assert resolve_model(str(earlier)) == str(earlier)

@@ -1,6 +1,8 @@
 """P(True) and token losses from one forward pass, in families whose output layer ends the model and in others."""
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,14 +11,25 @@ from support.module_batches import MIXED as ROWS
 from support.module_batches import NO_DROPOUT, batch_of, module_of
 from support.packed_rows import SIZES, collated, copy_tokenizer, stored_rows
 from torch import Tensor
+from torch.backends import cuda
 from torch.nn import functional as F  # noqa: N812
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from selfcal_lightning import records
+from selfcal_lightning.confidence.token_reader import TokenReader
+from selfcal_lightning.engines.base import generate
+from selfcal_lightning.engines.transformers.engine import TransformersEngine
+from selfcal_lightning.engines.transformers.model import load_network
 from selfcal_lightning.models import outputs as output_layer
-from selfcal_lightning.models.causal_lm import confidence_from_logits, forward_arguments, selected_logits
+from selfcal_lightning.models.causal_lm import (
+    confidence_from_logits,
+    forward_arguments,
+    load_causal_lm,
+    selected_logits,
+)
 from selfcal_lightning.models.chat_format import ChatFormat
-from selfcal_lightning.models.outputs import HiddenOutputs, LogitOutputs, ModelOutputs, ends_with_head, run_outputs
-from selfcal_lightning.records import ConfidenceQuery
+from selfcal_lightning.models.outputs import HiddenOutputs, LogitOutputs, ModelOutputs, run_outputs
+from selfcal_lightning.training.rounds import Probe, _network_logprobs
 from selfcal_lightning.training.self_calibration import StepLog
 
 SHALLOW = True
@@ -32,7 +45,7 @@ CHANGING = {
     "cohere": {**SMALL, "logit_scale": 0.25},
     "granite": {**SMALL, "logits_scaling": 4.0},
 }
-QUERY = ConfidenceQuery(suffix_ids=(1,), yes_ids=(3, 5), no_ids=(4,))
+QUERY = records.ConfidenceQuery(suffix_ids=(1,), yes_ids=(3, 5), no_ids=(4,))
 IDS = torch.tensor([[3, 8, 4, 9, 11, 2, 7], [5, 6, 7, 8, 9, 10, 11]])
 QUERIES, LABELS, TOKENS = torch.tensor([6, 12]), torch.tensor([1, 2, 9, 2]), torch.tensor([4, 9, 10, 7])
 
@@ -124,13 +137,6 @@ def test_p_true_of_a_model_in_bfloat16_is_read_in_float32(family: str) -> None:
     assert (found - exact).abs().max() < 1e-5 < 2e-3 < (torch.sigmoid(coarse) - exact).abs().max()
 
 
-def test_it_is_told_what_follows_the_output_layer() -> None:
-    for family, settings in {**ENDING, **CHANGING}.items():
-        assert ends_with_head(AutoConfig.for_model(family, **settings)) == (family in ENDING), family
-    capped = {**SMALL, "final_logit_softcapping": None}
-    assert ends_with_head(AutoConfig.for_model("gemma2", **capped))
-
-
 def test_tiny_masses_and_sure_responses_are_still_told_apart() -> None:
     tiny = torch.zeros(1, 9)
     tiny[0, 0] = 300.0
@@ -182,3 +188,75 @@ def test_a_large_vocabulary_makes_few_logits(chat: ChatFormat, tmp_path: Path, m
         (calibration + generation).backward()
     assert len(batch.label_id) > 800
     assert watch.peak / len(batch.label_id) / vocabulary < 1.0
+
+
+# ---- no call of attention may choose cuDNN, which builds a plan for every shape; ours never repeat
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[bool, tuple[int, ...]]]]:
+    """Whether cuDNN was allowed, and the shape of the keys, at every call of PyTorch's attention."""
+    seen: list[tuple[bool, tuple[int, ...]]] = []
+    plain, allowed = torch.nn.functional.scaled_dot_product_attention, cuda.cudnn_sdp_enabled()
+
+    def spy(query: torch.Tensor, key: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
+        seen.append((cuda.cudnn_sdp_enabled(), tuple(key.shape)))
+        return plain(query, key, *arguments, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spy)
+    # PyTorch's own masks know the function by its identity: what a look at a model finds here must not outlive the spy.
+    monkeypatch.setattr("selfcal_lightning.models.packing._PROBED", {})
+    cuda.enable_cudnn_sdp(True)
+    yield seen
+    cuda.enable_cudnn_sdp(allowed)
+
+
+def _is_pinned(calls: list[tuple[bool, tuple[int, ...]]]) -> bool:
+    return bool(calls) and not any(allowed for allowed, _ in calls)
+
+
+def test_the_engine_and_the_readers_leave_cudnn_out(tiny_model: str, chat: ChatFormat, calls: list[Any]) -> None:
+    """The engine has few widths: each token once made a new shape, 150 of them here."""
+    engine = TransformersEngine(tiny_model, chat=chat, max_batch=8)
+    assert cuda.cudnn_sdp_enabled(), "making an engine changes nothing for others"
+    sampling = records.SamplingSettings(max_new_tokens=150, temperature=2.0, edt_scale=None)
+    prompt = chat.prompt_ids([records.Message("user", "What is 5 + 3?")])
+    generate(engine, [records.Request(str(i), prompt, sampling, seed=i, query=chat.query) for i in range(8)])
+    widths = {shape[2] for _, shape in calls}
+    assert len(widths) <= 4
+    assert all(width % 64 == 0 for width in widths)
+    engine.next_token_probabilities([prompt], [5])
+    assert _is_pinned(calls)
+    calls.clear()
+    # The other readers.
+    network = load_network(tiny_model, revision=None, adapter=None, dtype="float32", device="cpu")
+    response = chat.response_ids("It is 3.")
+    sample = records.Sample("q", 0, 0, "It is 3.", response, "stop", "3", True)
+    entry = records.QuestionSamples(records.Question("q", "word_problems", ()), (sample,), "test", prompt)
+    TokenReader(network, chat).read([entry])
+    assert _is_pinned(calls)
+    calls.clear()
+    _network_logprobs(network, [Probe((*prompt, *response), (len(prompt),))])
+    assert _is_pinned(calls)
+    assert cuda.cudnn_sdp_enabled()
+
+
+@pytest.mark.parametrize("gradient_checkpointing", [False, True])
+def test_training_on_a_gpu_leaves_cudnn_out_in_the_backward_pass_too(
+    tiny_model: str, chat: ChatFormat, calls: list[Any], gradient_checkpointing: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = module_of(tiny_model, gradient_checkpointing=gradient_checkpointing)
+    assert cuda.cudnn_sdp_enabled()
+    with monkeypatch.context() as patch:  # the model stays where this machine has memory
+        patch.setattr(type(module), "device", torch.device("cuda", 0))
+        patch.setattr(
+            "selfcal_lightning.models.causal_lm.load_causal_lm",
+            lambda *names, device, **rest: load_causal_lm(*names, **rest),
+        )
+        module.configure_model()
+    assert not cuda.cudnn_sdp_enabled()
+    calibration, generation, _ = module._losses(batch_of(ROWS[:4], chat))
+    forward = len(calls)
+    (calibration + generation).backward()
+    assert (len(calls) > forward) == gradient_checkpointing, "activations are recomputed"
+    assert _is_pinned(calls)

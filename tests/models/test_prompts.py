@@ -1,25 +1,38 @@
 """Prompt rendering held against hand-written renderings and an independent encoder, for six families of templates."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.command_lines import ON_CPU, given_to, instantiated
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from selfcal_lightning.commands.generate import run_generate
+from selfcal_lightning.commands.presets import CommonCase, as_arguments, prepare
 from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.data.store.sample_store import SampleStore
+from selfcal_lightning.datamodules.ssc.stored_rows import check_prompts
+from selfcal_lightning.engines.opening import load_chat
+from selfcal_lightning.engines.settings import EngineOptions
+from selfcal_lightning.inference.answering import ask_question
+from selfcal_lightning.inference.choices import CalibratedDefaults
 from selfcal_lightning.models.chat_format import (
     DEFAULT_QUERY,
     ChatFormat,
     Prompt,
+    PromptExample,
     decode_text,
     load_tokenizer,
+    put_prompt,
     token_pieces,
 )
-from selfcal_lightning.records import Message
+from selfcal_lightning.records import Message, Question, SamplingSettings
+from selfcal_lightning.training.export import write_export
+from selfcal_lightning.training.self_calibration import SelfCalibrationModule
 
 WORDS = ("Yes", " Yes", "yes", " yes", "No", " No", "no", " no")
 SYSTEM, USER = Message("system", "Be brief."), Message("user", "What is 2 + 2?")
@@ -234,40 +247,21 @@ def test_sentence_piece_vocabularies_keep_their_yes_and_no() -> None:
     assert set(fast.convert_ids_to_tokens(chat.query.no_ids)) == {"No", "\u2581No"}
 
 
-@pytest.mark.parametrize(
-    ("template", "query", "message"),
-    [
-        (None, DEFAULT_QUERY, r"gemma3\.jinja.* to have a chat template, but got None"),
-        ("{{ messages[-1]['content'] }}<end_of_turn>", DEFAULT_QUERY, "content once, but it occurs 0 times"),
-        (NO_SYSTEM, " ", "`query`"),
-    ],
-)
-def test_missing_pieces_are_named(template: str | None, query: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        ChatFormat(byte_tokenizer(FAMILIES["gemma"], template), query=query)
-
-
-def test_a_tokenizer_without_yes_and_one_that_is_nowhere_are_named(shared: Path) -> None:
+def test_missing_pieces_are_named(shared: Path) -> None:
+    gemma = FAMILIES["gemma"]
+    with pytest.raises(ValueError, match="content once, but it occurs 0 times"):
+        ChatFormat(byte_tokenizer(gemma, "{{ messages[-1]['content'] }}<end_of_turn>"))
+    with pytest.raises(ValueError, match="`query`"):
+        ChatFormat(byte_tokenizer(gemma, NO_SYSTEM), query=" ")
     wordless = Tokenizer(models.BPE(vocab={s: b for b, s in _byte_symbols().items()}, merges=[]))
     wordless.pre_tokenizer = pre_tokenizers.ByteLevel(False)
     fast = PreTrainedTokenizerFast(tokenizer_object=wordless, eos_token="!", name_or_path="wordless")  # noqa: S106
     fast.chat_template = NO_SYSTEM
     with pytest.raises(ValueError, match=r"'wordless' to have a single token for one of \['Yes'"):
         ChatFormat(fast)
-    with pytest.raises(ValueError, match=r"`model` .*/no/such/folder"):
-        load_tokenizer("/no/such/folder")
-    template = (shared / "data" / "chat_templates" / "gemma3.jinja").read_text()
+    template = (shared / "data" / "chat_templates" / gemma.file).read_text()
     with pytest.raises(ValueError, match=r"the roles \['user', 'user'\]"):
-        ChatFormat(byte_tokenizer(FAMILIES["gemma"], template)).prompt_ids([USER, USER])
-
-
-def test_the_bundled_model_has_a_chat_format(tiny_model: str) -> None:
-    chat = ChatFormat(load_tokenizer(tiny_model))
-    facts = chat.describe()
-    assert facts["suffix_ids"] == list(chat.query.suffix_ids)
-    assert set(facts) == {"query", "suffix_ids", "yes_ids", "no_ids", "template_sha256"}
-    assert ChatFormat(load_tokenizer(tiny_model), query="Sure? (Yes/No)").describe() != facts
-    assert chat.pad_id not in chat.end_of_turn_ids
+        ChatFormat(byte_tokenizer(gemma, template)).prompt_ids([USER, USER])
 
 
 # ---- base models without a chat template: questions and answers as plain text
@@ -297,32 +291,26 @@ def test_plain_turns_are_questions_and_answers(bare: PreTrainedTokenizerBase) ->
     identity = chat.describe()
     assert Prompt.from_json(identity["user_prompt"]) == PLAIN
     assert "format" not in Prompt(system="x").as_json()
-    bare.chat_template = load_tokenizer("bundled").chat_template
-    assert ChatFormat(bare).describe()["template_sha256"] != identity["template_sha256"]
-
-
-def test_what_cannot_be_done_is_refused(bare: PreTrainedTokenizerBase) -> None:
     with pytest.raises(InputError, match=r"chat template, but got None. For a base model use `--prompt.format plain`"):
         ChatFormat(bare)
     with pytest.raises(InputError, match="a token for 'Question'"):
         ChatFormat(load_tokenizer("bundled"), prompt=PLAIN)
+    bare.chat_template = load_tokenizer("bundled").chat_template
+    assert ChatFormat(bare).describe() != ChatFormat(bare, query="Sure? (Yes/No)").describe()
+    assert ChatFormat(bare).describe()["template_sha256"] != identity["template_sha256"]
 
 
 # ---- tokens as pieces of a text
 
 
-class Bytes:
-    """A tokenizer whose tokens are bytes, and which drops a space at the start as sentencepiece does."""
-
-    def decode(self, ids: list[int], **_: Any) -> str:
+def test_characters_of_several_tokens_stand_with_the_last_one() -> None:
+    def decode(ids: list[int], **_: Any) -> str:
+        """Take tokens for bytes, and drop a space at the start as sentencepiece does."""
         return bytes(ids).decode(errors="replace").removeprefix(" ")
 
-
-def test_characters_of_several_tokens_stand_with_the_last_one() -> None:
-    text = "a é。b c"
-    pieces = token_pieces(Bytes().decode, list(text.encode()))
+    pieces = token_pieces(decode, list("a é。b c".encode()))
     assert pieces == ["a", " ", "", "é", "", "", "。", "b", " ", "c"]
-    pieces = token_pieces(Bytes().decode, list("né".encode())[:2])
+    pieces = token_pieces(decode, list("né".encode())[:2])
     assert "".join(pieces) == "n\ufffd"
 
 
@@ -333,3 +321,122 @@ def test_pieces_of_a_real_tokenizer_are_its_text(tiny_model: str, text: str) -> 
     pieces = token_pieces(partial(decode_text, tokenizer), ids)
     assert len(pieces) == len(ids)
     assert "".join(pieces) == tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+
+
+# ---- a prompt of the user's own
+
+SHOT = PromptExample("What is 1+1?", "Answer: 2")
+BRIEF = Prompt(system="Be brief.", examples=(SHOT,))
+
+
+def put(prompt: Prompt | None) -> list[tuple[str, str]]:
+    [question] = put_prompt([ask_question("What is 2+2?", task="local_number")], prompt)
+    return [(message.role, message.content) for message in question.messages]
+
+
+def test_system_examples_or_none() -> None:
+    (system, own), user = put(None)
+    assert (system, user) == ("system", ("user", "Question: What is 2+2?"))
+    shown = [("user", "Question: What is 1+1?"), ("assistant", "Answer: 2")]
+    assert put(Prompt()) == put(None)
+    assert put(Prompt(system="Be brief.")) == [("system", "Be brief."), user]
+    assert put(Prompt(system="")) == [user]
+    assert put(Prompt(examples=(SHOT,))) == [("system", own), *shown, user]
+    assert put(BRIEF) == [("system", "Be brief."), *shown, user]
+    assert put(Prompt(base="none")) == [("user", "What is 2+2?")]
+    bare = [("user", "What is 1+1?"), ("assistant", "Answer: 2"), ("user", "What is 2+2?")]
+    chat = Question("q", "local_number", (Message("user", "What is 2+2?"),))  # without a text of its own
+    for prompt in (Prompt(examples=(SHOT,)), Prompt(base="none", examples=(SHOT,))):
+        [found] = put_prompt([chat], prompt)
+        assert [(message.role, message.content) for message in found.messages] == bare
+    assert put(Prompt(base="none", examples=(SHOT,))) == bare
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"sytem": "x"}, "Did you mean 'system'"),
+        ({"format": "html"}, "`prompt.format` .* 'html'"),
+        ({"examples": [{"question": "x", "answer": "y"}]}, "'answer'"),
+        ({"examples": [{"question": "What is 2+2?", "response": "4"}]}, r"`prompt.examples` .* 'What is 2\+2\?'"),
+    ],
+)
+def test_a_mistake_in_a_prompt_is_named(content: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        put(Prompt.from_json(content))
+
+
+def test_the_command_line_takes_options_or_a_file(tmp_path: Path) -> None:
+    text = "system: Be brief.\nexamples:\n  - {question: 'What is 1+1?', response: 'Answer: 2'}\n"
+    (tmp_path / "p.yaml").write_text(text)
+    for verb, needed in (("answer", []), ("generate", ["--store_dir", "s", "--task", "t"]), ("evaluate", [])):
+        arguments = ["--model", "m", *needed]
+        assert given_to(verb, [*arguments, "--prompt", str(tmp_path / "p.yaml")])["prompt"] == BRIEF
+        assert given_to(verb, [*arguments, "--prompt.system", "Be brief."])["prompt"] == Prompt(system="Be brief.")
+        assert given_to(verb, arguments)["prompt"] is None
+
+
+def test_a_file_states_it_for_model_and_data(tiny_model: str, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("q.txt").write_text("".join(f"What is {n}+3?\n" for n in range(10)))
+    prepared = prepare(CommonCase(tiny_model, "q.txt", prompt=BRIEF))
+    cli = instantiated(["fit", *as_arguments(prepared), *ON_CPU], monkeypatch)
+    assert cli.model.prompt == cli.datamodule.prompt == BRIEF
+    question = cli.datamodule.questions("train")[0]
+    assert [message.role for message in question.messages] == ["system", "user", "assistant", "user"]
+    assert cli.datamodule.collator().chat.prompt == BRIEF
+
+
+def sampled(store: Path, questions: Path, prompt: Prompt | None) -> SampleStore:
+    options = {"task": "local_number", "path": str(questions), "num_samples": 1}
+    run_generate("bundled", str(store), prompt=prompt, sampling=SamplingSettings(max_new_tokens=4), **options)
+    return SampleStore(store)
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> SampleStore:
+    folder = tmp_path_factory.mktemp("prompted")
+    (folder / "q.txt").write_text("What is 3+4?\nWhat is 4+5?\n")
+    return sampled(folder / "s", folder / "q.txt", BRIEF)
+
+
+def test_it_is_part_of_what_a_store_is(store: SampleStore, tmp_path: Path) -> None:
+    (tmp_path / "other.txt").write_text("What is 8+8?\n")
+    for prompt in (None, replace(BRIEF, system="Be kind.")):
+        with pytest.raises(ValueError, match=r"same settings, but got prompt.user_prompt"):
+            sampled(store.path, tmp_path / "other.txt", prompt)
+    first = next(iter(store.samples()))
+    assert first.question.messages[0].content == "Be brief."
+
+
+def test_training_refuses_a_store_of_another_prompt(store: SampleStore, tmp_path: Path) -> None:
+    def chat(prompt: Prompt | None) -> object:
+        return load_chat(EngineOptions(), "bundled", query=DEFAULT_QUERY, prompt=prompt)
+
+    check_prompts(store, chat(BRIEF), round=0)
+    for other in (None, Prompt(system="Be kind.")):
+        with pytest.raises(ValueError, match=r"was sampled with the prompt .*Be brief"):
+            check_prompts(store, chat(other), round=0)
+    (tmp_path / "q.txt").write_text("What is 3+4?\n")
+    plain = sampled(tmp_path / "plain", tmp_path / "q.txt", None)
+    with pytest.raises(ValueError, match="was sampled with the prompt that of the task"):
+        check_prompts(plain, chat(BRIEF), round=0)
+
+
+def test_an_export_says_it_and_answer_takes_it_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    module = SelfCalibrationModule("bundled", prompt=BRIEF)
+    assert SelfCalibrationModule(**module.hparams).prompt == BRIEF, "plain in a checkpoint, and read from one"
+    assert "prompt" not in SelfCalibrationModule("bundled").hparams
+    module.configure_model()
+    adapter = str(write_export(module, tmp_path / "adapter"))
+    taught, kind = CalibratedDefaults.of("bundled", adapter), Prompt(system="Be kind.")
+    capsys.readouterr()
+    assert taught.prompt_for(None) == BRIEF
+    assert "the prompt of the calibration" in capsys.readouterr().err
+    assert taught.prompt_for(BRIEF) == BRIEF
+    assert capsys.readouterr().err == ""
+    assert taught.prompt_for(kind) == kind
+    said = capsys.readouterr().err
+    assert "differs from that of the calibration" in said
+    assert "Be brief." in said
+    assert CalibratedDefaults.of("bundled", None).prompt_for(None) is None
+    assert capsys.readouterr().err == ""

@@ -227,13 +227,6 @@ def test_fit_stops_before_a_step_of_such_a_model(
 # ---- which models can run packed rows is known before anything is sampled
 
 
-def test_scores_that_the_attention_changes_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    forward = LlamaAttention.forward
-    monkeypatch.setattr(LlamaAttention, "forward", lambda *a, **k: forward(*a, **k, s_aux=30.0))
-    found = packing.shared_prefix_problem(AutoConfig.for_model("llama", **SMALL))
-    assert "LlamaAttention asks for ['s_aux'])" in str(found)
-
-
 def test_layers_that_do_not_attend_by_the_trees_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     forward = LlamaAttention.forward
 
@@ -284,13 +277,9 @@ def test_whatever_a_packed_row_raises_says_the_way_out(tmp_path: Path) -> None:
     assert model.training
 
 
-def model_folder(family: str, folder: Path, pool: Pool) -> str:
-    packed_rows.small_model(family, folder, vocab_size=len(pool.chat.tokenizer), tokenizer=pool.model)
-    return str(folder)
-
-
 def test_auto_trains_models_that_cannot_pack(pool: Pool, store_dir: str, tmp_path: Path) -> None:
-    model = model_folder("nemotron", tmp_path, pool)
+    model = str(tmp_path)
+    packed_rows.small_model("nemotron", tmp_path, vocab_size=len(pool.chat.tokenizer), tokenizer=pool.model)
     module = SelfCalibrationModule(model, lora=replace(NO_DROPOUT, target_modules=("q_proj", "v_proj")))
     data = pool.data(store_dir, packing="auto", base_model=model)
     trainer = quiet_trainer(max_steps=2, limit_val_batches=1, log_every_n_steps=1)
@@ -301,18 +290,8 @@ def test_auto_trains_models_that_cannot_pack(pool: Pool, store_dir: str, tmp_pat
     assert trainer.callback_metrics["train/speed/SharedShare"] <= 0.0
 
 
-@pytest.mark.parametrize("packing", ["auto", "shared_prefix"])
-def test_latent_attention_trains_packed(packing: str, pool: Pool, store_dir: str, tmp_path: Path) -> None:
-    model = model_folder("deepseek_v3", tmp_path, pool)
-    module = SelfCalibrationModule(model, lora=replace(NO_DROPOUT, target_modules=("q_b_proj",)))
-    trainer = quiet_trainer(max_steps=1, limit_val_batches=0, log_every_n_steps=1)
-    trainer.fit(module, datamodule=pool.data(store_dir, packing=packing, batch_size=8, base_model=model))
-    assert trainer.global_step == 1
-    assert trainer.callback_metrics["train/speed/SharedShare"] > 0.1
-
-
 def test_shared_prefix_refuses_them_before_anything_is_sampled(pool: Pool, tmp_path: Path) -> None:
-    model = model_folder("nemotron", tmp_path / "model", pool)
-    data = pool.data(str(tmp_path / "no-store-yet"), packing="shared_prefix", base_model=model)
+    packed_rows.small_model("nemotron", tmp_path / "m", vocab_size=len(pool.chat.tokenizer), tokenizer=pool.model)
+    data = pool.data(str(tmp_path / "no-store-yet"), packing="shared_prefix", base_model=str(tmp_path / "m"))
     with pytest.raises(ValueError, match=r"fails on a packed row .*\. Set `packing: auto` to fall back"):
         fit_recorder(data)

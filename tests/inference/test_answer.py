@@ -2,7 +2,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -17,11 +17,12 @@ from selfcal_lightning.confidence.scaling import Scaler, fit_scaler
 from selfcal_lightning.core.errors import RunError
 from selfcal_lightning.engines.base import Failure
 from selfcal_lightning.inference.adaptive_consistency import AdaptiveConsistency
-from selfcal_lightning.inference.answering import best_response, default_task
-from selfcal_lightning.inference.choices import choose_strategy, notes_on, unreached_note
+from selfcal_lightning.inference.answering import best_response, default_task, read_questions
+from selfcal_lightning.inference.choices import CalibratedDefaults, choose_strategy, notes_on, unreached_note
 from selfcal_lightning.inference.stopping import EarlyStopping
 from selfcal_lightning.inference.thresholds import fit_goal_threshold, fit_risk_threshold
 from selfcal_lightning.inference.voting import SelfConsistency
+from selfcal_lightning.metrics.calibration import half_budget_threshold
 from selfcal_lightning.records import QuestionSamples, Request, Response, SamplingSettings, Verdict
 
 QUESTION = "There are 12 apples. 4 apples are eaten. How many are left?"
@@ -220,22 +221,17 @@ def test_a_threshold_keeps_to_its_sampling(oracle: Oracle, tmp_path: Path, capsy
 
 
 @pytest.mark.parametrize(
-    ("name", "fields", "with_scorer", "expected"),
+    ("name", "fields", "expected"),
     [
-        (None, {}, False, EarlyStopping(threshold=0.7)),
-        (None, {}, True, EarlyStopping(threshold=0.7, confidence="calm")),
-        (None, {"confidence": "p_true"}, True, EarlyStopping(threshold=0.7)),
-        ("early_stopping", {}, False, EarlyStopping()),
-        ("self_consistency", {"max_samples": 4}, True, SelfConsistency(max_samples=4)),
-        ("adaptive_consistency", {}, True, AdaptiveConsistency()),
-        (
-            "adaptive_consistency", {"criterion": "confidence_ratio"}, True,
-            AdaptiveConsistency("confidence_ratio", confidence="calm"),
-        ),
+        (None, {}, EarlyStopping(threshold=0.7, confidence="calm")),
+        (None, {"confidence": "p_true"}, EarlyStopping(threshold=0.7)),
+        ("self_consistency", {"max_samples": 4}, SelfConsistency(max_samples=4)),
+        ("adaptive_consistency", {"criterion": "beta"}, AdaptiveConsistency("beta")),
+        ("early_stopping", {}, EarlyStopping(confidence="calm")),
     ],
-)  # fmt: skip
-def test_the_last_scorer_is_read(name: str | None, fields: dict, with_scorer: bool, expected: object) -> None:
-    scorers: Sequence[Scaler] = [fit_scaler(random_pool(1), "platt", name="calm")] if with_scorer else []
+)
+def test_the_last_scorer_is_read(name: str | None, fields: dict, expected: object) -> None:
+    scorers: Sequence[Scaler] = [fit_scaler(random_pool(1), "platt", name="calm")]
     assert choose_strategy(name, fields, scorers=scorers) == expected
 
 
@@ -254,17 +250,11 @@ def test_the_most_confident_response_is_shown() -> None:
         ([], "Expected either `question` (a text) or `questions` (a file), but got neither."),
         (["--question", "x", "--questions", "y"], "but got both."),
         (["--questions", "/no/such/file"], "Expected `questions` to be a file, but there is none"),
-        (["--question", "x", "--threshold", "1.2"], "Expected `threshold` to be a number in [0, 1], but got 1.2."),
-        (["--question", "x", "--strategy", "best_of_n", "--threshold", ".5"], "the settings of best_of_n to be among"),
         (["--question", "x", "--strategy", "pass_at_n"], "'pass_at_n', which knows the reference"),
-        (["--question", "x", "--strategy", "early_stoping"], "Did you mean 'early_stopping'?"),
         (["--question", "x", "--confidence", "fused"], "but it reads fused. Give the fitted scorer"),
-        (["--question", "x", "--scorers", "/no/file.json"], "/no/file.json"),
         (["--question", "x", "--task", "gsm9k"], "Did you mean 'gsm8k'?"),
         (["--question", "x", "--chain_of_thought", "false"], "Expected `chain_of_thought` to be true for task"),
-        (["--question", "x", "--lookahead", "-1", "--probe", "/no"], "Expected `lookahead` to be at least 0"),
         (["--question", "x " * 4000], "Expected the prompt of question 'question' to have 1 to"),
-        (["--question", "x", "--sampling.temperature", "3"], "Expected `temperature` to lie in [0, 2]"),
     ],
 )
 def test_mistakes_are_one_line(oracle: Oracle, arguments: list, message: str, capsys: pytest.CaptureFixture) -> None:
@@ -322,3 +312,103 @@ def test_the_bundled_model_answers_a_command(tmp_path: Path, capfd: pytest.Captu
         assert row["answer"] is None or row["answer"] in str(row["response"])
         assert 1 <= row["samples_used"] <= 2
         assert row["tokens_used"] > 0
+
+
+# ---- questions, and what a calibration says of them
+
+
+def test_files_of_questions(tmp_path: Path) -> None:
+    text, lines = tmp_path / "q.txt", tmp_path / "q.jsonl"
+    text.write_text("\ufeffOne and one?\n\n  Two and two? \r\n")
+    found = read_questions(text, task="local_number")
+    assert [(q.id, q.text, q.reference) for q in found] == [
+        ("line-1", "One and one?", None),
+        ("line-3", "Two and two?", None),
+    ]
+    assert [message.role for message in found[0].messages] == ["system", "user"]
+    rows: list[dict] = [
+        {"question": "One?", "reference": 1.5},
+        {"question": "B or C?", "task": "local_choice", "reference": "c", "id": "letter"},
+        {"question": "Who?", "task": "local_text", "reference": ["The Beatles", "Fab Four"]},
+        {"question": "Plums?", "task": "word_problems", "reference": 7},
+    ]
+    lines.write_text("\n".join(map(json.dumps, rows)))
+    found = read_questions(lines, task="local_number")
+    assert [(q.id, q.task, q.reference) for q in found] == [
+        ("line-1", "local_number", "1.5"),
+        ("letter", "local_choice", "C"),
+        ("line-3", "local_text", '["beatles", "fab four"]'),
+        ("line-4", "word_problems", "7"),
+    ]
+    assert [len(q.messages) for q in found] == [2, 2, 2, 1]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", '{"question": "x"}\nnonsense\n', r"a\.jsonl:2: Expected a JSON object"),
+        ("a.jsonl", '{"question": "x", "answer": 3, "reference": 4}\n', r"a\.jsonl:1: .*reference"),
+        ("a.jsonl", '{"text": "x"}\n', r"the field `question` .*but got only text"),
+        ("a.jsonl", '{"question": "x", "task": "gsm9k"}\n', r"a\.jsonl:1: .*Did you mean 'gsm8k'"),
+        ("a.jsonl", '{"question": "x", "id": "1"}\n{"question": "y", "id": "1"}\n', r"unique, but got '1' again"),
+        ("a.jsonl", '{"question": "x", "choices": ["a", "a"]}', r"`choices`, but got \['a', 'a'\]"),
+        ("a.jsonl", '{"question":"x","choices":["a","b"],"answer":"c"}', "one of `choices` or its letter, but got 'c'"),
+        ("a.txt", "\n\n", r"at least one question"),
+        ("a.txt", 'fine\n{"question": "x"}\n', r"a\.txt:2: .*\.jsonl"),
+        ("a.txt", "caf\udce9", r"to be text in UTF-8"),
+    ],
+)
+def test_broken_files_are_named_with_the_line(tmp_path: Path, name: str, content: str, message: str) -> None:
+    (tmp_path / name).write_bytes(content.encode(errors="surrogateescape"))
+    with pytest.raises(ValueError, match=message):
+        read_questions(tmp_path / name, task="local_number")
+
+
+def test_choices_are_written_out_and_the_answer_becomes_a_letter() -> None:
+    rows = [
+        {"question": "Which is red?", "choices": ["sky", "blood"], "answer": "blood"},
+        {"question": "Which is blue?", "choices": ["sky", "blood"], "answer": "a", "task": "commonsense_qa"},
+    ]
+    first, second = read_questions(rows, task="local_number")
+    assert (first.task, first.text, first.reference) == ("local_choice", "Which is red?\n(A) sky\n(B) blood", "B")
+    assert (second.task, second.reference) == ("commonsense_qa", "A")
+
+
+TAUGHT = SamplingSettings(max_new_tokens=60, temperature=0.9)
+
+
+@pytest.fixture
+def adapter(tmp_path: Path) -> Path:
+    manifest = {
+        "format": 2, "kind": "adapter", "files": {}, "store": {"sampling": asdict(TAUGHT), "tasks": ["local_number"]},
+        "metrics": {"val/stopping/Threshold": 0.43},
+    }  # fmt: skip
+    (tmp_path / "selfcal_manifest.json").write_text(json.dumps(manifest))
+    return tmp_path
+
+
+def test_what_is_not_given_is_that_of_the_calibration(adapter: Path, capsys: pytest.CaptureFixture) -> None:
+    found = CalibratedDefaults.of("bundled", str(adapter))
+    assert found.task == "local_number"
+    assert found.sampling_for(None) == TAUGHT
+    assert found.strategy_fields() == {"threshold": 0.43}
+    said = capsys.readouterr().err
+    assert "max_new_tokens 60" in said
+    assert "confidence of 0.43" in said
+    found = CalibratedDefaults.of("bundled", str(adapter))
+    for given in (SamplingSettings(max_new_tokens=7), SamplingSettings()):
+        assert found.sampling_for(given) == given, "also where it is the default"
+    assert capsys.readouterr().err == ""
+    (adapter / "selfcal_manifest.json").unlink()  # as a folder of another tool, which knows nothing
+    found = CalibratedDefaults.of("bundled", str(adapter))
+    assert (found.sampling, found.task, found.threshold) == (None, None, None)
+    assert found.sampling_for(None) == SamplingSettings()
+    assert found.strategy_fields() == {}
+
+
+def test_half_of_the_budget_is_counted_by_hand() -> None:
+    """Questions of four responses: the first sure one of m comes after 5 / (m + 1), of none after 4."""
+    question = [0] * 4 + [1] * 4
+    assert half_budget_threshold([0.8] * 4 + [0.5, 0.1, 0.1, 0.1], question) == 0.5  # 1 + 2.5 <= 4 < 1 + 4
+    assert half_budget_threshold([0.1] * 8, question) == 0.1
+    assert half_budget_threshold([0.7, 0.6], [0, 1]) is None

@@ -1,21 +1,34 @@
-from collections.abc import Callable, Sequence
-from itertools import count
+from collections.abc import Callable, Collection, Iterable, Sequence
+from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.fakes import FakeChat, FakeTask
 from support.reward_models import stand_in
 from support.strategy_pools import drive
 
 from selfcal_lightning.cli import run
 from selfcal_lightning.core.errors import InputError
-from selfcal_lightning.data.step_settings import RewardSettings
+from selfcal_lightning.data.step_settings import RewardSettings, Steps
+from selfcal_lightning.data.steps import StepStops, ends_of
 from selfcal_lightning.evaluation.curves import plan_of
-from selfcal_lightning.inference.base import Ask, Strategy
+from selfcal_lightning.inference.base import Ask, Solving, Strategy, make_verdict
+from selfcal_lightning.inference.driver import run_strategy
 from selfcal_lightning.inference.registry import make_strategy
-from selfcal_lightning.inference.sources import replay
+from selfcal_lightning.inference.sources import EngineSource, replay
 from selfcal_lightning.models.chat_format import load_tokenizer
-from selfcal_lightning.records import Question, QuestionSamples, Sample, Verdict
+from selfcal_lightning.records import (
+    Finish,
+    Message,
+    Question,
+    QuestionSamples,
+    Request,
+    Response,
+    Sample,
+    SamplingSettings,
+    Verdict,
+)
 from selfcal_lightning.rewards.answering import check_search, open_search
 from selfcal_lightning.rewards.formats import Score, reward_format
 from selfcal_lightning.rewards.reading import RewardFile
@@ -92,21 +105,14 @@ def test_finished_paths_keep_their_place_and_do_not_grow() -> None:
     assert verdict.answer == "50", "what is open after the last step is drawn to its end"
 
 
-@pytest.mark.parametrize(
-    ("adaptive", "numbers"), [("none", [4, 2, 2]), ("k", [4, 2]), ("m", [4, 1, 1]), ("km", [4, 1])]
-)
-def test_width_follows_from_the_scores(adaptive: Any, numbers: list[int]) -> None:
+def test_width_follows_from_the_scores_and_the_lower_quantile_asks_for_more() -> None:
     sure: Draw = lambda ask, number: [99, 98, 97, 96][:number]  # noqa: E731
-    strategy = BeamSearch(Scripted(), width=4, keep=2, adaptive=adaptive)
-    _, asks = play(strategy, sure, last=2)
-    assert [ask.num_samples for ask in asks] == numbers
-
-
-def test_the_lower_quantile_asks_for_more() -> None:
-    half: Draw = lambda ask, number: [99, 98][:number]  # noqa: E731
+    for adaptive, numbers in (("none", [4, 2, 2]), ("k", [4, 2]), ("m", [4, 1, 1]), ("km", [4, 1])):
+        _, asks = play(BeamSearch(Scripted(), width=4, keep=2, adaptive=adaptive), sure, last=2)  # type: ignore[arg-type]
+        assert [ask.num_samples for ask in asks] == numbers, adaptive
     for by, kept in (("mean", 1), ("low", 2)):
-        _, asks = play(BeamSearch(Scripted(), width=2, keep=2, adaptive="k", by=by), half, last=2)
-        assert len(asks) - 1 == kept
+        _, asks = play(BeamSearch(Scripted(), width=2, keep=2, adaptive="k", by=by), sure, last=2)  # type: ignore[arg-type]
+        assert len(asks) - 1 == kept, by
 
 
 @pytest.mark.parametrize(
@@ -246,12 +252,8 @@ def test_a_score_that_is_no_number_ends_the_search() -> None:
         def score_paths(self, question: Question, paths: Sequence[tuple[int, ...]]) -> list[Score]:
             return [Score(float("nan"), 0.0, 1.0) for _ in paths]
 
-    for strategy in (
-        BeamSearch(Broken(), width=2),
-        DiverseTreeSearch(Broken(), width=2, trees=1),
-        ParticleFiltering(Broken(), particles=2),
-        AdaptiveBestOfN(Broken()),
-    ):
+    beam, trees = BeamSearch(Broken(), width=2), DiverseTreeSearch(Broken(), width=2, trees=1)
+    for strategy in (beam, trees, ParticleFiltering(Broken(), particles=2), AdaptiveBestOfN(Broken())):
         with pytest.raises(ValueError, match="NaN"):
             play(strategy, rising)
 
@@ -266,7 +268,7 @@ def test_a_reward_model_of_another_tokenizer_steers_nothing(tiny_model: str, tmp
             open_search(name, {}, settings, tokenizer=load_tokenizer(tiny_model), dtype="float32")
 
 
-def test_searches_need_live_samples_with_tokens_and_a_reward_model(capsys: pytest.CaptureFixture) -> None:
+def test_searches_need_live_samples_and_a_reward_model(capsys: pytest.CaptureFixture) -> None:
     for name in ("beam_search", "diverse_tree_search", "particle_filtering", "adaptive_best_of_n"):
         with pytest.raises(InputError, match=f"`selfcal answer --strategy {name}"):
             plan_of(name)
@@ -275,9 +277,6 @@ def test_searches_need_live_samples_with_tokens_and_a_reward_model(capsys: pytes
     samples = (Sample("q", 0, 0, "7", (7,), "stop", "7", True),)
     with pytest.raises(InputError, match="recorded samples"):
         replay(ParticleFiltering(Scripted()), QuestionSamples(QUESTION, samples, "t"))
-    samples = (Sample("q", 0, 0, "7", None, "stop", "7", True),)
-    with pytest.raises(InputError, match="token ids to score"):
-        replay(AdaptiveBestOfN(Scripted(0.99)), QuestionSamples(QUESTION, samples, "t"))
     assert run(["answer", "--model", "bundled", "--question", "1+1?", "--strategy", "beam_search"]) == 1
     assert "`reward.model`" in capsys.readouterr().err
 
@@ -288,13 +287,135 @@ def test_searches_need_live_samples_with_tokens_and_a_reward_model(capsys: pytes
         (BeamSearch, {"width": 2, "keep": 3}, "`keep` .* 2, but got 3"),
         (BeamSearch, {"width": 8, "keep": 3}, "`width` .*`keep`, 3, but got 8"),
         (DiverseTreeSearch, {"trees": 3}, "`width` .*`trees`, 3, but got 8"),
-        (BeamSearch, {"lookahead": -1}, "`lookahead` .* -1"),
         (BeamSearch, {"duplicates": "drop"}, "`duplicates`"),
-        (BeamSearch, {"adaptive": "n"}, "`adaptive`"),
-        (ParticleFiltering, {"particles": 0}, "`particles` .* 0"),
-        (AdaptiveBestOfN, {"target": 1.0}, "`target`"),
     ],
 )
 def test_what_cannot_be_searched_is_refused(search: Any, fields: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         search(Scripted(), **fields)
+
+
+# ---- steps of a search are those that a whole response has by the same rule, whatever tokens they end with
+
+CHAT = FakeChat()
+TEXTS: list[tuple[Steps, str]] = [
+    ("sentence", "One. Two is e.g. this! 1. Three? The answer is 5"),
+    ("sentence", 'So 3.5 + 2 = 5.5. It is 2.25! He said "3." Then (4.) it is 0.5.'),
+    ("sentence", "List:\n2. Take it. (a) Leave it. Done."),
+    ("line", "a\nb\n\n\nc"),
+    ("blank_line", "a\nb\n\nc\n \n\nd\n\n\n"),
+    ("heading", "## Step 1: a: b\n\n## Step 2: c\nd\n\n## Step 3: e"),
+    ("heading", "First.\nStep 1: a\nStep 2: b: c. Not a step 3 here\nStep 4: d"),
+    ("marker:<end>", "a > b <end> c\n<end><end> d"),
+]
+
+
+class Bytes:
+    """A tokenizer with a token for each byte, so that most ends of steps take several."""
+
+    all_special_ids = (256, 257, 258)
+
+    def __len__(self) -> int:
+        return 259
+
+    def encode(self, text: str, **_: Any) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, ids: Sequence[int], **_: Any) -> str:
+        return CHAT.decode(ids)
+
+
+class Reciting:
+    """An engine that writes one text, whatever it is asked, and counts what it is asked for."""
+
+    max_context, batch_size = 4096, 8
+
+    def __init__(self, text: str) -> None:
+        self.text, self.asked, self.drawn = text.encode(), 0, 0
+        self._queue: list[Request] = []
+
+    def submit(self, requests: Iterable[Request]) -> None:
+        self._queue += requests
+
+    def poll(self) -> list[Response]:
+        done, self._queue = [self._answer(request) for request in self._queue], []
+        return done
+
+    def _answer(self, request: Request) -> Response:
+        self.asked += 1
+        rest = self.text[len(request.prefix_ids) :]
+        assert self.text.startswith(bytes(request.prefix_ids)), "it continues from what it wrote"
+        stop = next((place + 1 for place, token in enumerate(rest) if token in request.step_ids), None)
+        room = request.sampling.max_new_tokens - len(request.prefix_ids)
+        drawn = tuple(rest[: min(room, stop or len(rest))])
+        finish: Finish = "stop" if len(drawn) == len(rest) != stop else "step" if len(drawn) == stop else "length"
+        self.drawn += len(drawn)
+        return Response(request.id, CHAT.decode(drawn), drawn, finish, -0.5 * len(drawn))
+
+    def cancel(self, request_ids: Collection[str]) -> dict[str, int]:
+        self._queue = [request for request in self._queue if request.id not in request_ids]
+        return {}
+
+
+class Walking:
+    name, max_samples, confidence, reads_steps = "walking", 99, None, True
+
+    def solve(self, question: Question) -> Solving:
+        samples = yield Ask(1, to_step_end=True)
+        seen = list(samples)
+        while samples[0].finish == "step":
+            samples = yield Ask(1, prefix=samples[0].token_ids, to_step_end=True)
+            seen += samples
+        return make_verdict(question, seen, None, confidence=None, stopped_early=False)
+
+
+def walk(engine: Any, steps: Steps) -> list[Sample]:
+    """Return the steps of what an engine writes; all that it drew is counted."""
+    stops = StepStops.of(Bytes(), steps)  # type: ignore[arg-type]
+    source = EngineSource(engine, CHAT, sampling=SamplingSettings(max_new_tokens=500), tasks=FakeTask, stops=stops)  # type: ignore[arg-type]
+    seen: list[Sample] = []
+    question = Question("q", "fake", (Message("user", "How many?"),), text="How many?")
+    (verdict,) = run_strategy(Walking(), [question], source, on_verdict=lambda _, samples: seen.extend(samples))
+    assert verdict.tokens_generated == engine.drawn
+    return seen
+
+
+@pytest.mark.parametrize(("steps", "text"), TEXTS, ids=[f"{steps}-{i}" for i, (steps, _) in enumerate(TEXTS)])
+def test_walking_finds_the_steps_of_the_whole_response(steps: Steps, text: str) -> None:
+    engine = Reciting(text)
+    seen = walk(engine, steps)
+    whole = ends_of([chr(token) for token in text.encode()], steps)
+    found = [len(sample.token_ids or ()) for sample in seen]
+    assert found[: len(whole) - 1] == whole[:-1]
+    assert found[-1] == len(text)
+    assert len(whole) <= len(found) <= len(whole) + 1, "white space behind the last step is no step"
+    assert [sample.prefix_tokens for sample in seen] == [0, *found[:-1]]
+    assert [sample.finish for sample in seen] == ["step"] * (len(seen) - 1) + ["stop"]
+    for before, after in pairwise(seen):
+        assert after.text.startswith(before.text)
+
+
+def test_texts_counts_and_chances_of_steps() -> None:
+    engine = Reciting("It is 3.5. So.")
+    first, second = walk(engine, "sentence")
+    assert first.text == "It is 3.5."
+    assert (first.logprob, second.logprob) == (-0.5 * 10, -0.5 * 4), "of what is kept"
+    assert engine.drawn == len(engine.text) + 1, "the space behind the first sentence is drawn again"
+    engine = Reciting("a\nb\n\nc")
+    first, second = walk(engine, "blank_line")
+    assert engine.asked == 4, "the first step stopped at three line ends"
+    assert first.token_ids == tuple(b"a\nb\n\n")
+    assert (first.logprob, second.logprob) == (-2.5, -0.5)
+    assert first.drawn_tokens == 5
+    assert second.drawn_tokens == 1
+    assert engine.drawn == 6
+    first, second = walk(Reciting("## Step 1: a\n## Step 2: b"), "heading")
+    assert first.text == "## Step 1: a"
+    assert first.logprob is None
+    assert second.text.endswith("## Step 2: b")
+    assert second.logprob == -0.5 * len("\n## Step 2: b")
+
+
+def test_rules_that_read_whole_responses_are_refused() -> None:
+    with pytest.raises(InputError, match="but got 'auto', which needs a whole response"):
+        StepStops.of(Bytes(), "auto")  # type: ignore[arg-type]

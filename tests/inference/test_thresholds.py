@@ -1,9 +1,10 @@
 import json
+import math
 import random
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from math import comb
 from pathlib import Path
-from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -16,8 +17,10 @@ from selfcal_lightning.core.files import sealed
 from selfcal_lightning.inference.sources import replay
 from selfcal_lightning.inference.stopping import EarlyStopping
 from selfcal_lightning.inference.thresholds import FittedThreshold, fit_goal_threshold, fit_risk_threshold, grid_outcome
-from selfcal_lightning.inference.vectorised import Orders, PoolArrays, right_codes, with_setting
+from selfcal_lightning.inference.vectorised import Orders, PoolArrays, right_codes
 from selfcal_lightning.inference.voting import SelfConsistency
+from selfcal_lightning.metrics import risk as ltt
+from selfcal_lightning.metrics.arrays import Floats
 from selfcal_lightning.records import QuestionSamples, Sample, Verdict
 
 GRID = [0.0, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 1.0]
@@ -91,17 +94,6 @@ def test_a_number_of_samples_may_be_chosen_too_and_stays_whole() -> None:
     assert isinstance(fitted.fields["max_samples"], int)
 
 
-def test_a_plug_in_s_parameter_may_be_a_fraction() -> None:
-    @dataclass(frozen=True)
-    class Doubting(SelfConsistency):
-        name: ClassVar[str] = "doubting"
-        grid_parameter: ClassVar[str] = "margin"
-        margin: float = 0.5
-
-    (low, high) = (with_setting(Doubting(), value) for value in (0.25, 1.0))
-    assert (low, high) == (Doubting(margin=0.25), Doubting(margin=1.0))
-
-
 def test_correctness_of_answers_by_the_first_sample_that_gave_them() -> None:
     pool = PoolArrays.from_samples([make_entry(["b", "a", None], [0.5, 0.5, 0.5]), make_entry([None], [0.5], name="r")])
     right = right_codes(pool.answer, pool.correct)
@@ -112,21 +104,6 @@ def test_correctness_of_answers_by_the_first_sample_that_gave_them() -> None:
 
 
 # Learn then Test
-
-
-def test_risk_threshold_keeps_its_promise_on_new_questions() -> None:
-    """Verdicts of one sample, right with the confidence stated: R(t) = (1 - t) / 2 is .2 at t = .6."""
-    fitted = fit_risk_threshold(
-        ONE, calibrated_pool(600, length=1), risk=0.2, delta=0.1, guide=calibrated_pool(300, prefix="g", length=1)
-    )
-    assert fitted.threshold is not None
-    assert 0.6 <= fitted.threshold < 0.8
-    assert fitted.parameter is None
-    verdicts = [replay(ONE, entry) for entry in calibrated_pool(3000, prefix="t", length=1)]
-    given = [verdict for verdict in verdicts if fitted.answers(verdict)]
-    wrong = sum(not verdict.correct for verdict in given) / len(given)
-    assert wrong == pytest.approx((1.0 - fitted.threshold) / 2.0, abs=0.04)
-    assert len(given) / 3000 == pytest.approx(1.0 - fitted.threshold, abs=0.04)
 
 
 def test_numbers_on_the_calibration_questions() -> None:
@@ -183,32 +160,6 @@ def test_questions_that_a_scorer_was_fitted_on_are_refused() -> None:
         fit_risk_threshold(strategy, pool[20:], risk=0.6, scorers=[scaler], guide=pool[:21])
 
 
-def test_another_strategy_is_refused() -> None:
-    fitted = fit_goal_threshold(SIX, calibrated_pool(20), "budget", 3.0, GRID, num_reshuffles=1)
-    assert fitted.configure(replace(SIX, threshold=0.123)).threshold == fitted.threshold
-    for other in (EarlyStopping(max_samples=3), SelfConsistency()):
-        with pytest.raises(ValueError, match="Fit a threshold for this one"):
-            fitted.configure(other)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((SIX, calibrated_pool(5), "budget", 0.9, GRID), r"`budget` 0.9; the closest uses 1\.00"),
-        ((SIX, calibrated_pool(80), "accuracy", 0.999, GRID), r"`accuracy` 0.999; the closest reaches 0\.\d{4}"),
-        ((SIX, calibrated_pool(3), "budget", 3.0, []), "`grid`"),
-        ((SIX, calibrated_pool(3), "budget", 3.0, [1.5]), "got 1.5"),
-        ((SIX, calibrated_pool(3), "budget", 0.0), "`budget` .* 0.0"),
-        ((SIX, calibrated_pool(3), "accuracy", 1.1), "`accuracy` .* 1.1"),
-        ((SIX, [], "budget", 1.0), "at least one calibration question"),
-        ((replace(SIX, confidence="verbalized"), calibrated_pool(3), "budget", 1.0), "--estimator verbalized"),
-    ],
-)
-def test_bad_input_is_refused(arguments: tuple, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        fit_goal_threshold(*arguments)
-
-
 def test_what_a_refusal_names_can_be_asked_for() -> None:
     for number in range(7, 12):
         pool = calibrated_pool(number)
@@ -235,6 +186,10 @@ def test_a_failed_request_is_wrong_but_references_are_needed_and_a_guide_or_a_gr
         fit_risk_threshold(SIX, [without, *pool[1:]], risk=0.3)
     with pytest.raises(ValueError, match="either `guide` or `grid`"):
         fit_risk_threshold(SIX, pool, risk=0.3, guide=pool, grid=[0.5])
+    with pytest.raises(ValueError, match="--estimator verbalized"):
+        fit_goal_threshold(replace(SIX, confidence="verbalized"), pool, "budget", 1.0)
+    with pytest.raises(ValueError, match="at least one calibration question"):
+        fit_goal_threshold(SIX, [], "budget", 1.0)
 
 
 def test_a_threshold_survives_its_file(tmp_path: Path) -> None:
@@ -258,3 +213,164 @@ def test_a_threshold_survives_its_file(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="one of threshold, but got 'platt'"):
         FittedThreshold.load(scaled)
     assert load_scorer(scaled).name == "p_true_platt"
+
+
+# ---- learn then test
+
+
+def _binomial_tail(wrong: int, answered: int, risk: float) -> float:
+    return math.fsum(comb(answered, k) * risk**k * (1 - risk) ** (answered - k) for k in range(wrong + 1))
+
+
+@pytest.mark.parametrize("risk", [0.05, 0.3])
+def test_binomial_p_value_is_the_exact_tail(risk: float) -> None:
+    for answered in (1, 7, 60):
+        for wrong in range(answered + 1):
+            found = float(ltt.binomial_p_value(wrong, answered, risk=risk))
+            assert found == pytest.approx(_binomial_tail(wrong, answered, risk), abs=1e-12)
+    assert float(ltt.binomial_p_value(0, 0, risk=risk)) == 1.0
+
+
+def test_hoeffding_bentkus_p_value_by_its_formula() -> None:
+    for mean, n, risk in ((0.0, 20, 0.1), (0.05, 200, 0.1), (0.3, 10, 0.1), (0.123, 57, 0.4)):
+        low = min(mean, risk)
+        h = (low * math.log(low / risk) if low else 0.0) + (1 - low) * math.log((1 - low) / (1 - risk))
+        bentkus = math.e * _binomial_tail(math.ceil(n * mean - 1e-9), n, risk)
+        expected = min(math.exp(-n * h), bentkus, 1.0)
+        assert float(ltt.hoeffding_bentkus_p_value(mean, n, risk=risk)) == pytest.approx(expected, rel=1e-9)
+    assert float(ltt.hoeffding_bentkus_p_value(0.0, 0, risk=0.1)) == 1.0
+
+
+def test_fixed_sequence_stops_at_the_first_failure_and_bonferroni_does_not() -> None:
+    p_values = [0.02, 0.03, 0.2, 0.001, 0.001]
+    assert ltt.reject(p_values, delta=0.05, procedure="fixed_sequence").tolist() == [True, True, False, False, False]
+    # Two starts, at 0 and at 5 * 1 // 2 = 2, each at .025: the first goes one step, the second none.
+    found = ltt.reject(p_values, delta=0.05, procedure="fixed_sequence", num_starts=2)
+    assert found.tolist() == [True, False, False, False, False]
+    # Five starts are Bonferroni's: .01 each.
+    for procedure, starts in (("bonferroni", 1), ("fixed_sequence", 5), ("fixed_sequence", 9)):
+        found = ltt.reject(p_values, delta=0.05, procedure=procedure, num_starts=starts)  # type: ignore[arg-type]
+        assert found.tolist() == [False, False, False, True, True]
+
+
+def test_counts_are_at_or_above_the_threshold() -> None:
+    confidence = np.array([0.5, 0.9, -np.inf, 0.5, 0.1])
+    loss = np.array([1.0, 0.0, 1.0, 0.0, 1.0])
+    answered, total = ltt.selective_counts(confidence, loss, np.array([1.0, 0.9, 0.5, 0.1, 0.0]))
+    assert answered.tolist() == [0, 1, 3, 4, 4]  # -inf is never answered
+    assert total.tolist() == [0.0, 0.0, 1.0, 2.0, 2.0]
+
+
+# Confidence is uniform and right with probability c: the error rate at or above t is (1 - t) / 2, .1 at t = .8. The
+# grid has a threshold just below, whose risk is .1025: the hardest one to refuse.
+STEPS = np.round(np.arange(0.995, 0.0, -0.005), 3)
+RISK, DELTA, NUM_QUESTIONS, NUM_SETS = 0.1, 0.1, 1000, 2000
+
+
+def _simulate(draw: np.random.Generator, num_questions: int = NUM_QUESTIONS) -> tuple[Floats, Floats]:
+    confidence = draw.random(num_questions)
+    return confidence, (draw.random(num_questions) >= confidence).astype(float)
+
+
+@pytest.mark.parametrize(
+    ("procedure", "num_sets"),
+    [
+        ("fixed_from_promising", NUM_SETS),
+        ("guided", NUM_SETS),
+        ("fixed_from_top", 500),
+        ("ten_starts", 500),
+        ("bonferroni", 500),
+        ("hoeffding_bentkus", 500),
+    ],
+)
+def test_the_stated_error_level_holds(procedure: str, num_sets: int) -> None:
+    draw = np.random.default_rng(7)
+    settings: dict = {
+        "ten_starts": {"num_starts": 10},
+        "bonferroni": {"procedure": "bonferroni"},
+        "hoeffding_bentkus": {"test": "hoeffding_bentkus"},
+    }.get(procedure, {})
+    grid = STEPS[STEPS <= 0.88] if procedure in ("fixed_from_promising", "hoeffding_bentkus") else STEPS
+    violations = certified = 0
+    for _ in range(num_sets):
+        confidence, loss = _simulate(draw)
+        if procedure == "guided":
+            grid = ltt.guided_grid(*_simulate(draw), num_questions=NUM_QUESTIONS, risk=RISK)
+        found = ltt.certify_threshold(confidence, loss, grid, risk=RISK, delta=DELTA, **settings)
+        violations += found.threshold is not None and (1.0 - found.threshold) / 2.0 > RISK
+        certified += found.threshold is not None
+    slack = 3.0 * math.sqrt(DELTA * (1 - DELTA) / num_sets)  # three standard errors
+    assert violations / num_sets <= DELTA + slack
+    if procedure in ("fixed_from_promising", "guided"):
+        # It is no empty promise either: something is certified more often than not.
+        assert certified / num_sets > 0.5
+
+
+def test_the_threshold_that_answers_most_is_taken_and_its_numbers_are_right() -> None:
+    confidence = np.repeat([0.9, 0.6, 0.3], 50)
+    loss = np.concatenate([np.zeros(50), [1.0], np.zeros(49), np.ones(50)])
+    found = ltt.certify_threshold(confidence, loss, [0.9, 0.6, 0.3], risk=0.1, delta=0.05)
+    assert (found.threshold, found.num_answered, found.loss, found.num_certified) == (0.6, 100, 1.0, 2)
+    assert found.p_value == pytest.approx(0.9**100 + 100 * 0.1 * 0.9**99, rel=1e-9)
+    assert "confidence 0.95" in found.message
+
+
+def test_no_threshold_says_how_many_questions_are_missing() -> None:
+    # Twenty right answers: .9 ** 20 = .12 exceeds .1.
+    found = ltt.certify_threshold([0.9] * 20, [0.0] * 20, [0.5], risk=0.1, delta=0.1)
+    assert found.threshold is None
+    assert (found.num_answered, found.p_value, found.shortfall) == (0, 1.0, "questions")
+    needed = ltt.questions_needed([0.9] * 20, [0.0] * 20, [0.5], risk=0.1, delta=0.1)
+    assert needed is not None
+    assert f"about {needed - 20} more would be needed" in found.message
+    # The guarded error rate is .5 / 21: less than one wrong answer. Without any, 22 answers do it (.9 ** 22 = .098);
+    # with one, 38 (P(Bin(38, .1) <= 1) = .095). The estimate lies between.
+    assert 22 < needed < 38
+    half_answered = ltt.questions_needed([0.9] * 20 + [0.1] * 20, [0.0] * 40, [0.5], risk=0.1, delta=0.1)
+    assert half_answered == 2 * needed
+
+
+def test_that_many_questions_certify_about_half_of_the_time() -> None:
+    draw = np.random.default_rng(5)
+    needed = ltt.questions_needed([0.9] * 400, [1.0] * 20 + [0.0] * 380, [0.5], risk=0.1, delta=0.01)
+    assert needed is not None
+    certified = [
+        ltt.certify_threshold(
+            np.full(needed, 0.9), (draw.random(needed) < 0.05).astype(float), [0.5], risk=0.1, delta=0.01
+        ).threshold
+        is not None
+        for _ in range(400)
+    ]
+    assert 0.35 < np.mean(certified) < 0.75
+
+
+def test_no_promise_where_nothing_looks_good_or_the_start_is_unreachable() -> None:
+    bad = ltt.certify_threshold([0.9] * 50, [1.0] * 50, [0.5], risk=0.1)
+    assert "more questions would not help" in bad.message
+    unreachable = ltt.certify_threshold([0.9] * 100, [0.0] * 100, [0.99, 0.5], risk=0.1)
+    assert unreachable.threshold is None
+    assert "the others were not tested" in unreachable.message
+    too_high = ltt.certify_threshold([-0.5] * 100 + [-math.inf], [0.0] * 100 + [1.0], [0.5, 0.0], risk=0.1)
+    assert "above all confidences, of which -0.5 is the highest" in too_high.message
+    assert [found.shortfall for found in (bad, unreachable, too_high)] == ["ranking", "start", "grid"]
+    assert ltt.certify_threshold([-math.inf] * 9, [1.0] * 9, [0.5], risk=0.1).shortfall == "ranking"
+    assert ltt.certify_threshold([0.9] * 100, [0.0] * 100, [0.99, 0.5], risk=0.1, num_starts=2).threshold == 0.5
+
+
+def test_guided_grid_begins_where_the_case_is_clearest() -> None:
+    # Ten answers at 1 and above are too few for 20 questions; at .5 all forty are answered, with one error.
+    confidence, loss = [1.0] * 2 + [0.5] * 38, [0.0] * 39 + [1.0]
+    assert ltt.guided_grid(confidence, loss, num_questions=200, risk=0.2).tolist() == [0.5]
+    confidence, loss = [1.0] * 20 + [0.5] * 20, [0.0] * 20 + [1.0] * 20
+    assert ltt.guided_grid(confidence, loss, num_questions=200, risk=0.2).tolist() == [1.0, 0.5]
+    with pytest.raises(ValueError, match="at least one finite value"):
+        ltt.guided_grid([-math.inf], [1.0], num_questions=5, risk=0.2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [({"loss": [0.5]}, "0 and 1"), ({"risk": 1.0}, "`risk` .* 1.0"), ({"confidence": [math.nan]}, "`grid` of finite")],
+)
+def test_bad_arguments_are_refused(changes: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ltt.certify_threshold(**{"confidence": [0.5], "loss": [0.0], "grid": [0.5], "risk": 0.1, **changes})

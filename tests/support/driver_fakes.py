@@ -17,8 +17,6 @@ from selfcal_lightning.inference.sources import EngineSource
 from selfcal_lightning.records import Question, QuestionSamples, Request, Response, Sample, SamplingSettings, Verdict
 
 SAMPLING = SamplingSettings(max_new_tokens=64)
-
-
 CHAT = FakeChat()
 
 
@@ -58,11 +56,7 @@ class HalfSure:
 
 
 class CountingEngine(FakeEngine):
-    """Keeps its own books by question: what it delivered and what it threw away.
-
-    Attributes:
-        levels: At each poll, the requests in flight and the questions opened so far.
-    """
+    """Keeps its own books by question; ``levels`` are the requests in flight and the questions opened at each poll."""
 
     def __init__(self, *, slots: int = 4) -> None:
         super().__init__(slots=slots)

@@ -5,12 +5,10 @@ wrong answer sooner or later, so that a procedure that draws more errs more. Res
 their index, so that a live run sees the ones that a pool holds.
 """
 
-import json
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
-from pathlib import Path
 
 import numpy as np
 from support.fakes import FakeChat, FakeEngine
@@ -24,35 +22,26 @@ REFERENCE = "1"
 UNREADABLE = 0.03
 
 
-@dataclass(frozen=True)
-class Simulated:
-    """A response: the answer that its text gives (None is none), and P(True)."""
-
-    answer: str | None
-    p_true: float
-
-    @property
-    def text(self) -> str:
-        return "I do not know." if self.answer is None else f"The answer is {self.answer}."
-
-
 @cache
-def _respond(seed: int, number: int, index: int) -> Simulated:
+def _respond(seed: int, number: int, index: int) -> tuple[str | None, str, float]:
+    """Return a response: its answer (None is none), the text that gives it, and P(True)."""
     is_easy = random.Random(f"{seed}/{number}").random() < 0.75
     draw = random.Random(f"{seed}/{number}/{index}")
     right = draw.random() < (0.97 if is_easy else 0.15)
     sure = draw.betavariate(14.0, 2.0) if right else draw.betavariate(8.0, 3.0)
     answer = REFERENCE if right else str(draw.choice([2, 2, 3, 4]))
-    return Simulated(None if draw.random() < UNREADABLE else answer, round(sure, 2))
+    if draw.random() < UNREADABLE:
+        return None, "I do not know.", round(sure, 2)
+    return answer, f"The answer is {answer}.", round(sure, 2)
 
 
 @cache
 def _samples(seed: int, number: int, width: int) -> tuple[records.Sample, ...]:
     samples = []
     for index in range(width):
-        one = _respond(seed, number, index)
-        right, yes, no = one.answer == REFERENCE, one.p_true, 1.0 - one.p_true
-        samples.append(records.Sample(f"p{number}", index, 0, one.text, (1,), "stop", one.answer, right, None, yes, no))
+        answer, text, sure = _respond(seed, number, index)
+        masses = answer == REFERENCE, None, sure, 1.0 - sure
+        samples.append(records.Sample(f"p{number}", index, 0, text, (1,), "stop", answer, *masses))
     return tuple(samples)
 
 
@@ -70,9 +59,6 @@ class Population:
             asked = (records.Message("user", f"Question {number}?"),)
             made.append(records.Question(f"p{number}", "local_number", asked, REFERENCE, f"{number}?"))
         return made
-
-    def response(self, number: int, index: int) -> Simulated:
-        return _respond(self.seed, number, index)
 
     def entry(self, number: int, width: int, *, name: str | None = None) -> records.QuestionSamples:
         """Return a question with its first ``width`` responses, under another id and wording where one is given."""
@@ -102,20 +88,6 @@ class ScriptedEngine(FakeEngine):
 
     def _respond(self, request: records.Request) -> records.Response:
         _, index, name = request.id.split("/")
-        one = self._population.response(int(name[1:]), int(index))
-        asked = request.query is not None
-        masses = (one.p_true, 1.0 - one.p_true) if asked else (None, None)
-        return records.Response(request.id, one.text, tuple(one.text.encode()), "stop", -1.0, *masses)
-
-
-def write_pool(pool: Sequence[records.QuestionSamples], path: Path) -> None:
-    with path.open("w") as file:
-        for entry in pool:
-            responses = [
-                {"text": one.text, "answer": one.answer, "correct": one.correct,
-                 "confidence": {"yes_mass": one.yes_mass, "no_mass": one.no_mass}}
-                for one in entry.samples
-            ]  # fmt: skip
-            asked = entry.question
-            line = {"id": asked.id, "task": asked.task, "question": asked.text, "reference": asked.reference}
-            file.write(json.dumps({**line, "responses": responses}) + "\n")
+        _, text, sure = _respond(self._population.seed, int(name[1:]), int(index))
+        masses = (None, None) if request.query is None else (sure, 1.0 - sure)
+        return records.Response(request.id, text, tuple(text.encode()), "stop", -1.0, *masses)

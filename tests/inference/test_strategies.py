@@ -1,3 +1,4 @@
+import math
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,8 +11,11 @@ from support.strategy_pools import assert_curve_equals_solve, make_entry, random
 from support.vote_cases import SCORE, outcome_of, score_entry, verdict_of
 
 from selfcal_lightning.inference.adaptive_consistency import THRESHOLDS, AdaptiveConsistency
+from selfcal_lightning.inference.base import Ask
+from selfcal_lightning.inference.registry import make_strategy
+from selfcal_lightning.inference.sources import replay
 from selfcal_lightning.inference.stopping import CGES, EarlyStopping, WindowStopping
-from selfcal_lightning.inference.vectorised import PoolArrays
+from selfcal_lightning.inference.vectorised import PoolArrays, first_crossing
 from selfcal_lightning.inference.voting import CISC, BestOfN, BordaVoting, PassAtN, SelfConsistency, StandardisedVoting
 from selfcal_lightning.records import QuestionSamples
 
@@ -167,3 +171,118 @@ def test_vectors_of_standardised_votes(vectors: Vectors) -> None:
             found = strategy.weigh(score_entry(answers, scores).samples)
             assert found == pytest.approx({answer: votes[name] for answer, votes in case["votes"].items()}, abs=1e-6)
             assert np.isfinite(list(found.values())).all()
+
+
+# ---- votes by hand, and what is refused
+
+WEIGHTED = SelfConsistency(confidence=SCORE)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "answers", "scores", "answer", "confidence"),
+    [
+        # a and b have two votes of five, a came first; weighted .75 of .75 + .5 + 0, and .75 of .25 + .75 + 0.
+        (SelfConsistency(), "ab-bac", [0.75, 0.25, 1.0, 0.25, None, 0.0], "a", 0.4),
+        (WEIGHTED, "ab-bac", [0.75, 0.25, 1.0, 0.25, None, 0.0], "a", 0.6),
+        (WEIGHTED, "ab-bac", [0.25, 0.5, 1.0, 0.25, None, 0.0], "b", 0.75),
+        (WEIGHTED, "-baa", [0.9, 0.0, 0.0, 0.0], "b", None),  # without weight the first seen wins and has no share
+        (SelfConsistency(max_samples=3), "abbbb", None, "b", 2 / 3),
+        (SelfConsistency(max_samples=1), "abbbb", None, "a", 1.0),
+        (SelfConsistency(max_samples=99), "abb", None, "b", 2 / 3),
+        (BestOfN(confidence=SCORE), "b-aca", [0.5, 0.99, 0.75, 0.75, None], "a", 0.75),
+        (BestOfN(confidence=SCORE), "ba", [-7.0, -3.0], "a", -3.0),
+        (PassAtN(), "-bba", None, "a", None),
+        (PassAtN(max_samples=3), "-bba", None, "b", None),
+        (PassAtN(), "ba", None, "a", None),
+        # At T = .5 weights are exp(2 c): a has e^2 = 7.39, b 2 e^.9 = 4.92; at T = 5 2 exp(.09) > exp(.2).
+        (CISC(0.5, confidence=SCORE), "abb", [1.0, 0.45, 0.45], "a", math.exp(2) / (math.exp(2) + 2 * math.exp(0.9))),
+        (CISC(5.0, confidence=SCORE), "abb", [1.0, 0.45, 0.45], "b",
+         2 * math.exp(0.09) / (2 * math.exp(0.09) + math.exp(0.2))),
+        # The unreadable one has no rank, so N = 4 and the points are 4, 1, 3, -, 2: equal for a and b; 1 + sqrt 3 > 2.
+        (BordaVoting(1.0, confidence=SCORE), "abb-c", [0.9, 0.1, 0.8, 1.0, 0.5], "a", 0.4),
+        (BordaVoting(0.5, confidence=SCORE), "abb-c", [0.9, 0.1, 0.8, 1.0, 0.5], "b",
+         (1 + math.sqrt(3)) / (3 + math.sqrt(3) + math.sqrt(2))),
+        # Mean 2 and deviation 1 over the votes: z = -1, 1; what lies beyond the budget has no say.
+        (StandardisedVoting(confidence=SCORE), "a-ba", [1.0, 9.0, 3.0, None], "b", math.e / (math.e + math.exp(-1))),
+        (StandardisedVoting(max_samples=1, confidence=SCORE), "a-ba", [1.0, 9.0, 3.0, None], "a", 1.0),
+    ],
+)  # fmt: skip
+def test_votes_by_hand(strategy: Any, answers: str, scores: list | None, answer: str, confidence: float | None) -> None:
+    assert next(strategy.solve(score_entry([], []).question)) == Ask(strategy.max_samples), "all at once"
+    verdict = verdict_of(strategy, [None if one == "-" else one for one in answers], scores)
+    assert (verdict.answer, verdict.correct) == (answer, answer == "a")
+    assert verdict.confidence == pytest.approx(confidence, abs=1e-9)  # z-scores have a tiny term below the fraction
+    assert verdict.samples_used == min(len(answers), strategy.max_samples)
+
+
+def test_only_a_weighted_vote_reads_the_confidence_and_the_first_vote_is_not_the_first_sample() -> None:
+    weighted = WEIGHTED, CISC(confidence=SCORE), BestOfN(confidence=SCORE)
+    for scores, plain, found in (([0.1, 0.9, None], 0, 1), ([None, 0.5, 0.5], 0, 1)):
+        pool = PoolArrays.from_samples([score_entry(["a", "b", "a"], scores)], confidence=SCORE)
+        for strategy in (SelfConsistency(), PassAtN()):
+            assert strategy.curve(pool, [3]).answer.tolist() == [[plain]]
+        for strategy in weighted:
+            assert strategy.curve(pool, [3]).answer.tolist() == [[found]]
+            assert verdict_of(strategy, ["a", "b", "a"], scores).answer == "ab"[found]
+
+
+def test_scores_far_apart_or_below_zero_or_unknown_or_equal() -> None:
+    # exp(-3000) is 0 in a float: among the first two the larger must still win, and later ones must not be lost.
+    answers, scores = ["a", "b", "c", "c"], [-4000.0, -3000.0, 0.0, -3000.0]
+    pool = PoolArrays.from_samples([score_entry(answers, scores)], confidence=SCORE)
+    for temperature in (1.0, 1e-6):
+        strategy = CISC(temperature, confidence=SCORE)
+        assert strategy.curve(pool, [1, 2, 3, 4]).answer.ravel().tolist() == [0, 1, 2, 2]
+        verdicts = [verdict_of(replace(strategy, max_samples=n), answers, scores) for n in (1, 2, 3, 4)]
+        assert [verdict.answer for verdict in verdicts] == ["a", "b", "c", "c"]
+    for other in (BestOfN, CISC, BordaVoting, StandardisedVoting):
+        assert verdict_of(other(confidence=SCORE), ["a", "b"], [-1.0, -2.5]).answer == "a"
+    samples = score_entry(["a", "b"], [0.1, 0.1]).samples
+    assert BordaVoting(1.0, confidence=SCORE).weigh(samples) == pytest.approx({"a": 2, "b": 1}), "by order"
+    assert StandardisedVoting(confidence=SCORE).weigh(samples) == pytest.approx({"a": 1, "b": 1})
+    assert first_crossing(np.array([[np.nan, 0.4, 1.0]]), [0.4, 0.3, 2.0]).tolist() == [[1], [1], [3]]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "message"),
+    [
+        (SelfConsistency(confidence="mean_logprob"), r"got -1\..*best_of_n, borda"),
+        (CGES(confidence="mean_logprob"), r"'mean_logprob' to be a probability in \[0, 1\], but got -1"),
+        (AdaptiveConsistency("confidence_ratio", confidence="mean_logprob"), "Expected a confidence of at least 0"),
+    ],
+)
+def test_confidences_that_cannot_weigh_are_refused_by_both_forms(strategy: Any, message: str) -> None:
+    entry = make_entry(["a", "b"], [0.5, 0.5])
+    with pytest.raises(ValueError, match=message):
+        replay(strategy, entry)
+    with pytest.raises(ValueError, match=message):
+        strategy.curve(PoolArrays.from_samples([entry], confidence="mean_logprob"), [1])
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "message"),
+    [
+        ("self_consistancy", {}, r"one of best_of_n, .*'self_consistancy'\. Did you mean 'self_con"),
+        ("early_stopping", {"treshold": 0.5}, r"to be among threshold, max_.*'treshold'\. Did you mean 'threshold'\?"),
+        ("pass_at_n", {"confidence": "p_true"}, r"pass_at_n to be among max_samples, but got 'confidence'\.$"),
+        (
+            "adaptive_consistency",
+            {"criterion": "beta", "confidence": "p_true"},
+            "to be None .* 'confidence_r",
+        ),
+        ("adaptive_consistency", {"criterion": "crp"}, "`criterion` .* got 'crp'"),
+        ("best_of_n", {"confidence": None}, "`confidence` .* got None"),
+        ("cges", {"clamp": 0.5}, "`clamp` .* got 0.5"),
+        ("cisc", {"temperature": 0.0}, "`temperature` .* got 0.0"),
+        ("early_stopping", {"threshold": math.nan}, "`threshold` .* got nan"),
+        ("early_stopping", {"threshold": "0.9"}, "`threshold` .* got '0.9'"),
+        ("early_stopping", {"fallback": "vote"}, "`fallback` .* got 'vote'"),
+        ("self_consistency", {"confidence": ""}, "`confidence` .* got ''"),
+        ("self_consistency", {"max_samples": True}, "`max_samples` .* got True"),
+        ("window_stopping", {"mode": "both"}, "`mode` .* got 'both'"),
+    ],
+)
+def test_settings_that_a_strategy_does_not_have_are_named(name: str, fields: dict[str, Any], message: str) -> None:
+    """A strategy that reads no confidence takes none, rather than ignore it."""
+    with pytest.raises(ValueError, match=message):
+        make_strategy(name, **fields)

@@ -1,8 +1,9 @@
 import importlib
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from support.driver_fakes import CHAT, HalfSure, Wandering, live, outcome, recor
 from support.fakes import FakeEngine, fake_questions
 from support.house import ROOT
 from support.number_pools import write_number_pool
-from support.strategy_pools import make_entry
+from support.strategy_pools import make_entry, random_pool
 
 from selfcal_lightning.confidence.base import scored_pool
 from selfcal_lightning.data.pools.importing import import_pool
@@ -18,18 +19,16 @@ from selfcal_lightning.data.pools.recorded import load_recorded_pool
 from selfcal_lightning.data.tasks.judging import total_tokens
 from selfcal_lightning.data.tasks.registry import get_task
 from selfcal_lightning.inference.adaptive_consistency import AdaptiveConsistency
-from selfcal_lightning.inference.base import Strategy
+from selfcal_lightning.inference.base import Solving, Strategy
 from selfcal_lightning.inference.driver import run_strategy
 from selfcal_lightning.inference.sources import EngineSource, replay
 from selfcal_lightning.inference.stopping import EarlyStopping, WindowStopping
-from selfcal_lightning.inference.vectorised import PoolArrays
+from selfcal_lightning.inference.vectorised import PoolArrays, curve_of, replayed_curve
 from selfcal_lightning.inference.voting import SelfConsistency
 from selfcal_lightning.models.folders import resolve_model
-from selfcal_lightning.records import QuestionSamples, SamplingSettings
+from selfcal_lightning.records import Question, QuestionSamples, SamplingSettings
 
 MOST_ON_MODEL = 5
-
-
 OnModel = tuple[Callable[[int], EngineSource], list[QuestionSamples]]
 
 
@@ -122,3 +121,37 @@ def test_live_equals_replayed_on_a_model(on_model: OnModel, strategy: Strategy, 
     source, pool = on_model
     strategy = replace(strategy, max_samples=MOST_ON_MODEL)
     assert_replayed(strategy, source(max_batch), pool, lookahead)
+
+
+# ---- curves of strategies without a vectorised form are replays
+
+
+@dataclass(frozen=True)
+class OwnStopping:
+    """Early stopping, written without arrays."""
+
+    name: ClassVar[str] = "own_stopping"
+    grid_parameter: ClassVar[str] = "threshold"
+
+    threshold: float = 0.8
+    max_samples: int = 4
+    confidence: str | None = "p_true"
+
+    def solve(self, question: Question) -> Solving:
+        named = {field.name: getattr(self, field.name) for field in fields(self)}
+        return EarlyStopping(**named).solve(question)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_replay_gives_what_the_vectorised_form_gives(seed: int) -> None:
+    pool = random_pool(seed)
+    arrays, grid = PoolArrays.from_samples(pool, confidence="p_true"), (0.0, 0.3, 0.7, 1.0)
+    assert not hasattr(OwnStopping(), "curve")
+    expected, found = EarlyStopping(max_samples=4).curve(arrays, grid), curve_of(OwnStopping(), arrays, grid)
+    for name in ("answer", "used", "stopped_early"):
+        np.testing.assert_array_equal(getattr(found, name), getattr(expected, name))
+    budgets = (1, 2, 4)
+    plain, vote = PoolArrays.from_samples(pool), SelfConsistency()
+    replayed, curve = replayed_curve(vote, plain, budgets), vote.curve(plain, budgets)
+    np.testing.assert_array_equal(replayed.answer, curve.answer)
+    np.testing.assert_array_equal(replayed.used, curve.used)

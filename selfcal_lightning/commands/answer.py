@@ -229,7 +229,7 @@ def answer_questions(
         say(answering.summarise(answers, failed=source.failed))
     if (unreached := choices.unreached_note(chosen, [one.verdict for one in answers])) is not None:
         say(unreached)
-    if source.failed and all(one.answer is None for one in answers):
+    if source.failed and all(one.verdict.answer is None for one in answers):
         raise RunError(f"None of {len(asked):,} questions was answered: {source.failed:,} requests failed (see above).")
     return answers
 

@@ -3,6 +3,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from itertools import chain, cycle
 from pathlib import Path
 
 import pytest
@@ -195,6 +196,19 @@ def test_unsure_answers_are_withheld(oracle: Oracle, questions_file: Path, capsy
     write_lines(questions_file, {**lines[0], "id": "c7"})
     with pytest.raises(ValueError, match=r"'early_stopping_risk_0\.3' was not .* but got 1 of 1 .* such as 'c7'"):
         run_answer("bundled", questions=str(questions_file), threshold_file=path)
+
+
+def test_what_is_withheld_was_answered_although_a_request_failed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    replies = chain([Failure("late")], cycle(["The answer is 3.", "The answer is 5."]))
+    monkeypatch.setattr(verb, "open_engine", lambda *args, **kwargs: ReplyingEngine(lambda _: next(replies)))
+    fit_risk_threshold(SelfConsistency(max_samples=3), _pool(), risk=0.9, grid=[0.6]).save(tmp_path / "risk.json")
+    (given,) = run_answer(
+        "bundled", QUESTION, threshold_file=str(tmp_path / "risk.json"), output=str(tmp_path / "out.jsonl")
+    )
+    assert "confidence 0.500, and 0.600 is needed" in str(given.withheld_by)
+    assert json.loads((tmp_path / "out.jsonl").read_text())["withheld"] is True
 
 
 def test_a_threshold_keeps_to_its_sampling(oracle: Oracle, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

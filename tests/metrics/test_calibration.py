@@ -1,18 +1,20 @@
 import itertools
 import math
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.testing import assert_allclose
+from scipy import stats
 from sklearn.calibration import calibration_curve
 from sklearn.metrics import brier_score_loss
 from support.house import Vectors
 
 from selfcal_lightning.capability.evaluation import share_error_bounds
-from selfcal_lightning.metrics import bootstrap
+from selfcal_lightning.metrics import bootstrap, discrimination
 from selfcal_lightning.metrics.arrays import ECE
 from selfcal_lightning.metrics.calibration import (
     ErrorBounds,
@@ -21,13 +23,9 @@ from selfcal_lightning.metrics.calibration import (
     expected_calibration_error,
     reliability_bins,
 )
-from selfcal_lightning.metrics.streaming import BinnedCalibrationError
+from selfcal_lightning.metrics.streaming import BinnedCalibrationError, WithinQuestionAUROC
 
-RESPONSES = st.lists(
-    st.tuples(st.one_of(st.floats(0.0, 1.0), st.integers(0, 20).map(lambda n: n / 20)), st.booleans()),
-    min_size=1,
-    max_size=40,
-)
+CHANCES = st.one_of(st.floats(0.0, 1.0), st.integers(0, 20).map(lambda n: n / 20))
 
 
 def _responses(size: int = 500, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
@@ -51,12 +49,13 @@ def _reference_naive_errors(confidence: list[float], correct: list[bool], edges:
     return expected, maximum
 
 
-def test_calibration_equals_the_vectors(vectors: Vectors) -> None:
+def test_calibration_and_auroc_equal_the_vectors(vectors: Vectors) -> None:
     for case in vectors("calibration_discrimination")["cases"]:
         confidence, correct = case["confidences"], case["correct"]
         assert expected_calibration_error(confidence, correct) == pytest.approx(case["ece10"], abs=1e-6)
         assert reliability_bins(confidence, correct).maximum_error == pytest.approx(case["mce"], abs=1e-6)
         assert brier_score(confidence, correct) == pytest.approx(case["brier"], abs=1e-6)
+        assert discrimination.auroc(confidence, correct) == pytest.approx(case["auroc_correct_ties_half"], abs=1e-6)
     cases = vectors("ece_auroc_selfcal")["cases"]
     for case in cases:
         error = expected_calibration_error(case["scores"], case["y"])
@@ -64,8 +63,7 @@ def test_calibration_equals_the_vectors(vectors: Vectors) -> None:
     assert len(cases) >= 5
 
 
-@settings(deadline=None)
-@given(RESPONSES, st.sampled_from([1, 2, 7, 10]))
+@given(st.lists(st.tuples(CHANCES, st.booleans()), min_size=1, max_size=40), st.sampled_from([1, 2, 7, 10]))
 def test_errors_equal_naive_loops(responses: list[tuple[float, bool]], num_bins: int) -> None:
     confidence, correct = [c for c, _ in responses], [y for _, y in responses]
     bins = reliability_bins(confidence, correct, num_bins=num_bins)
@@ -92,23 +90,6 @@ def test_tensors_and_sequences_give_the_same(dtype: torch.dtype) -> None:
     plain = rounded.detach().double().tolist()
     assert expected_calibration_error(rounded, correct) == expected_calibration_error(plain, correct.tolist())
     assert brier_score(rounded, correct) == brier_score(np.array(plain), correct.numpy())
-
-
-@pytest.mark.parametrize(
-    ("confidence", "correct", "options", "message"),
-    [
-        ([0.5, None], [True, True], {}, "NaN at position 1"),
-        ([0.5, 1.5], [True, True], {}, "`confidence` .* 0.5 to 1.5"),
-        ([0.5], [None], {}, "`correct`"),
-        ([0.5], [True, False], {}, r"same length, but got \(1, 2\)"),
-        ([[0.5]], [True], {}, "one-dimensional"),
-        ([0.5], [True], {"num_bins": 0}, "`num_bins` .* got 0"),
-    ],
-)
-def test_wrong_arguments_are_named(confidence: list, correct: list, options: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        expected_calibration_error(confidence, correct, **options)
-    assert expected_calibration_error([], []) is None
 
 
 @pytest.mark.parametrize("num_bins", [1, 3, 10, 15])
@@ -233,3 +214,108 @@ def test_resamples_without_a_response_are_left_out_and_counted() -> None:
     assert bootstrap.Estimate.from_bounds(alone) == bootstrap.Estimate(0.5, None, None), (
         "one question cannot be resampled"
     )
+
+
+# ---- discrimination
+
+RESPONSES = st.lists(
+    st.tuples(st.integers(-4, 4).map(lambda n: n / 4), st.booleans(), st.integers(0, 4)), min_size=1, max_size=40
+)
+
+
+def _columns(responses: list[tuple[float, bool, int]]) -> tuple[list[float], list[bool], list[int]]:
+    return [c for c, _, _ in responses], [y for _, y, _ in responses], [q for _, _, q in responses]
+
+
+def _reference_naive_pairs(confidence: list[float], correct: list[bool]) -> tuple[float, int]:
+    """Return concordant pairs, ties one half, and all pairs of a right and a wrong response."""
+    right = [c for c, y in zip(confidence, correct, strict=True) if y]
+    wrong = [c for c, y in zip(confidence, correct, strict=True) if not y]
+    return sum((r > w) + 0.5 * (r == w) for r in right for w in wrong), len(right) * len(wrong)
+
+
+def _reference_naive_within(
+    confidence: list[float], correct: list[bool], question_index: list[int]
+) -> discrimination.WithinQuestion:
+    pairs = []
+    for question in sorted(set(question_index)):
+        rows = [i for i, other in enumerate(question_index) if other == question]
+        pairs.append(_reference_naive_pairs([confidence[i] for i in rows], [correct[i] for i in rows]))
+    mixed = [(concordant, count) for concordant, count in pairs if count]
+    if not mixed:
+        return discrimination.WithinQuestion(None, None, 0)
+    return discrimination.WithinQuestion(
+        mean=sum(concordant / count for concordant, count in mixed) / len(mixed),
+        pooled=sum(concordant for concordant, _ in mixed) / sum(count for _, count in mixed),
+        num_questions=len(mixed),
+    )
+
+
+@given(RESPONSES)
+def test_auroc_equals_naive_pairs(responses: list[tuple[float, bool, int]]) -> None:
+    confidence, correct, _ = _columns(responses)
+    concordant, count = _reference_naive_pairs(confidence, correct)
+    assert discrimination.auroc(confidence, correct) == (pytest.approx(concordant / count) if count else None)
+    if count:
+        false_positive, true_positive, _ = discrimination.roc_curve(confidence, correct)
+        assert np.trapezoid(true_positive, false_positive) == pytest.approx(concordant / count)
+
+
+@given(RESPONSES)
+def test_within_question_equals_naive_loops(responses: list[tuple[float, bool, int]]) -> None:
+    confidence, correct, question_index = _columns(responses)
+    expected = _reference_naive_within(confidence, correct, question_index)
+    value = discrimination.within_question_discrimination(confidence, correct, question_index)
+    assert value.num_questions == expected.num_questions
+    assert value.mean == pytest.approx(expected.mean)
+    assert value.pooled == pytest.approx(expected.pooled)
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.booleans()), min_size=1, max_size=6))
+def test_aurc_is_the_mean_over_the_orders_of_ties(responses: list[tuple[int, bool]]) -> None:
+    confidence, correct = [float(c) for c, _ in responses], [y for _, y in responses]
+    areas = []
+    for order in itertools.permutations(range(len(confidence))):
+        if all(confidence[i] >= confidence[j] for i, j in itertools.pairwise(order)):
+            risks = [sum(not correct[i] for i in order[:k]) / k for k in range(1, len(order) + 1)]
+            areas.append(sum(risks) / len(risks))
+    assert discrimination.aurc(confidence, correct) == pytest.approx(sum(areas) / len(areas))
+
+
+def test_spearman_equals_scipy() -> None:
+    first = np.random.default_rng(1).integers(0, 200, 3000)
+    second = first[::-1] ** 2 + np.arange(3000) / 3000
+    assert discrimination.spearman(first, second) == pytest.approx(stats.spearmanr(first, second).statistic, abs=1e-12)
+    assert discrimination.spearman([1.0, 1.0], [0.0, 1.0]) is None
+    assert discrimination.spearman([], []) is None
+
+
+def test_one_class_is_unknown_and_scores_need_be_no_probabilities() -> None:
+    assert discrimination.roc_curve([0.1, 0.9], [True, True]) is None
+    assert discrimination.auroc([], []) is expected_calibration_error([], []) is None
+    assert discrimination.aurc([], []) is None
+    assert discrimination.auroc([-np.inf, -20.0, 3.0], [False, True, True]) == 1.0
+    assert discrimination.auroc(torch.tensor([-5.0, 2.0], dtype=torch.bfloat16), torch.tensor([0, 1])) == 1.0
+
+
+def test_streamed_questions_may_have_large_numbers() -> None:
+    metric = WithinQuestionAUROC()
+    numbers = torch.tensor([2**62, 2**62, 2**62 + 1, 2**62 + 1])
+    metric.update(torch.tensor([0.9, 0.1, 0.2, 0.3]), torch.tensor([1, 0, 1, 0]), numbers)
+    assert metric.compute().item() == 0.5
+
+
+@pytest.mark.parametrize(
+    ("function", "columns", "message"),
+    [
+        (expected_calibration_error, ([0.5, None], [True, True]), "NaN at position 1"),
+        (expected_calibration_error, ([0.5, 1.5], [True, True]), "`confidence` .* 0.5 to 1.5"),
+        (expected_calibration_error, ([0.5], [True, False]), r"same length, but got \(1, 2\)"),
+        (discrimination.auroc, ([0.1, 0.2], [True, None]), "Expected `correct` to be known"),
+        (discrimination.aurc, ([0.1, 0.2], [0.5, 1.0]), "Expected `correct` to hold 0 or 1 only"),
+        (discrimination.within_question_discrimination, ([0.1, 0.2], [True, False], [0]), "same length"),
+    ],
+)
+def test_wrong_columns_are_named(function: Callable, columns: tuple, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        function(*columns)

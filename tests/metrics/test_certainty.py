@@ -4,7 +4,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.testing import assert_allclose
 from scipy import stats
@@ -60,56 +60,41 @@ def test_masked_tokens() -> None:
     assert _certainty(logits).item() == math.inf
 
 
-VALUES = st.lists(st.floats(0.0, 20.0), min_size=1, max_size=12)
-
-DRIFTED = [(0, 2), (2, 6)]
-
-
-def _reference_loop_groups(values: list[float], window: int) -> list[float]:
-    size = min(window, len(values))
-    return [sum(values[at : at + size]) / size for at in range(len(values) - size + 1)]
-
-
-def _response(vectors: Vectors) -> tuple[dict, Tensor, Tensor]:
-    """Return the recorded response with the logits that predict its tokens and the tokens."""
-    case = vectors("ttt_step_confidence")["cases"][0]
-    logits = torch.tensor(case["logits_full_sequence"]).double()
-    start = len(case["prompt_ids"])
-    return case, logits[start - 1 : -1], torch.tensor(case["response_ids"])
-
-
 def test_step_scores_equal_the_vectors_on_their_spans(vectors: Vectors) -> None:
-    case, logits, ids = _response(vectors)
+    case, drifted = vectors("ttt_step_confidence")["cases"][0], [(0, 2), (2, 6)]
+    logits = torch.tensor(case["logits_full_sequence"]).double()[len(case["prompt_ids"]) - 1 : -1]
+    ids = torch.tensor(case["response_ids"])
     tokens, size = certainty.token_statistics(logits, ids), math.log(logits.shape[1])
     assert (tokens.certainty + size).tolist() == pytest.approx(case["per_token_certainty_-mean_logp"], abs=1e-6)
     assert tokens.entropy.tolist() == pytest.approx(case["per_token_entropy"], abs=1e-6)
     assert tokens.logprob.tolist() == pytest.approx(case["per_token_logprob"], abs=1e-6)
     metrics = {
-        "self_certainty_step": certainty.span_means(tokens.certainty, DRIFTED) + size,
-        "entropy_step_MATH500_mean": 1.0 - certainty.span_means(tokens.entropy, DRIFTED) / size,
-        "entropy_step_GSM8K_min": 1.0 - torch.stack([tokens.entropy[a:b].min() for a, b in DRIFTED]) / size,
+        "self_certainty_step": certainty.span_means(tokens.certainty, drifted) + size,
+        "entropy_step_MATH500_mean": 1.0 - certainty.span_means(tokens.entropy, drifted) / size,
+        "entropy_step_GSM8K_min": 1.0 - torch.stack([tokens.entropy[a:b].min() for a, b in drifted]) / size,
         "self_eval_step_default_0.5": torch.full((2,), 0.5),
     }
     for wanted in case["scores"]:
         for name, metric in metrics.items():
             scores = certainty.step_scores(
-                metric, certainty.span_means(tokens.logprob, DRIFTED), weight=wanted["lambda"]
+                metric, certainty.span_means(tokens.logprob, drifted), weight=wanted["lambda"]
             )
             assert aggregate(scores.tolist(), "mean") == pytest.approx(wanted[name], abs=1e-6), name
 
 
-@settings(deadline=None)
-@given(VALUES, st.integers(1, 15), st.sampled_from([0.0, 0.1, 0.5, 1.0]))
+@given(
+    st.lists(st.floats(0.0, 20.0), min_size=1, max_size=12), st.integers(1, 15), st.sampled_from([0.0, 0.1, 0.5, 1.0])
+)
 def test_groups_equal_loops(values: list[float], window: int, share: float) -> None:
     column = torch.tensor(values, dtype=torch.float64)
-    groups = _reference_loop_groups(values, window)
+    size = min(window, len(values))
+    groups = [sum(values[at : at + size]) / size for at in range(len(values) - size + 1)]
     assert certainty.group_confidences(column, window=window).tolist() == pytest.approx(groups, abs=1e-9)
     lowest = sorted(groups)[: max(1, int(share * len(groups)))]
     found = certainty.lowest_group_confidence(column, window=window, share=share)
     assert found == pytest.approx(sum(lowest) / len(lowest), abs=1e-9)
 
 
-@settings(deadline=None)
 @given(st.lists(st.floats(-8.0, 8.0), min_size=3, max_size=9), st.integers(1, 3))
 def test_top_k_confidence_equals_sorting(logits: list[float], k: int) -> None:
     total = math.log(sum(math.exp(z) for z in logits))
@@ -183,7 +168,6 @@ def test_pooling_equals_the_vectors(vectors: Vectors) -> None:
         assert abs(chain.coe_r - case["original_CoE_R"]) > 0.1
 
 
-@settings(deadline=None)
 @given(st.integers(0, 2**31), st.integers(2, 6), st.integers(2, 5), st.booleans())
 def test_scores_equal_loops(seed: int, layers: int, width: int, normalise: bool) -> None:
     states = np.random.default_rng(seed).normal(size=(layers, width))

@@ -1,4 +1,5 @@
 import math
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -58,15 +59,11 @@ def test_losses_by_hand() -> None:
     assert probe_loss(outputs, target, "ranknet") == ranknet_loss(outputs[:, 0], target)
 
 
-def data(questions: int, width: int, *, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    rng = np.random.default_rng(seed)
-    x = rng.normal(size=(questions, width))
-    return x, x[:, 0] - 0.5 * x[:, 1] + 0.3 * rng.normal(size=questions) + 2.0
-
-
 @pytest.mark.parametrize(("questions", "width"), [(40, 7), (20, 55), (12, 12)])
 def test_the_penalty_is_that_of_least_error_over_n_fits(questions: int, width: int) -> None:
-    x, y = data(questions, width)
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(questions, width))
+    y = x[:, 0] - 0.5 * x[:, 1] + 0.3 * rng.normal(size=questions) + 2.0
     fit = fit_ridge_leaving_one_out(x, y)
     errors = {}
     for penalty in PENALTIES:
@@ -130,41 +127,33 @@ def test_the_normaliser_and_its_gradient(with_bias: bool, monkeypatch: pytest.Mo
     assert torch.autograd.gradcheck(lambda h: log_normaliser(h, weight, bias), hidden.requires_grad_())
 
 
+def losses_and_gradient(losses_of: Callable[[Tensor], Tensor], hidden: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    leaf = hidden.clone().requires_grad_()
+    losses = losses_of(leaf)
+    (losses * scale).sum().backward()
+    return losses.detach(), leaf.grad
+
+
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("rows", [1, 3, 100])
 def test_token_losses_are_a_cross_entropy_with_its_gradient(with_bias: bool, rows: int) -> None:
     hidden, weight, bias = _layer(8, dtype=torch.float64)
     bias, ids = bias if with_bias else None, torch.tensor([0, 39, 7, 7, 1, 2, 3, 0])
+    plain = lambda h: F.cross_entropy(F.linear(h, weight, bias), ids, reduction="none")  # noqa: E731
+    ours = lambda h: negative_log_likelihood(h, weight, ids, bias, rows=rows)  # noqa: E731
     scale = torch.linspace(0.0, 2.0, 8, dtype=torch.float64)
-    gradients = []
-    for losses_of in (
-        lambda h: F.cross_entropy(F.linear(h, weight, bias), ids, reduction="none"),
-        lambda h: negative_log_likelihood(h, weight, ids, bias, rows=rows),
-    ):
-        leaf = hidden.clone().requires_grad_()
-        losses = losses_of(leaf)
-        (losses * scale).sum().backward()
-        gradients.append((losses.detach(), leaf.grad))
-    torch.testing.assert_close(gradients[0], gradients[1])
-    check = hidden.clone().requires_grad_()
-    assert torch.autograd.gradcheck(lambda h: negative_log_likelihood(h, weight, ids, bias, rows=rows), check)
+    torch.testing.assert_close(*(losses_and_gradient(losses, hidden, scale) for losses in (plain, ours)))
+    assert torch.autograd.gradcheck(ours, hidden.clone().requires_grad_())
 
 
 @pytest.mark.parametrize("autocast", [False, True])
 def test_in_half_precision_the_losses_are_those_of_the_models_own_logits(autocast: bool) -> None:
     hidden, weight, _ = _layer(64, hidden=64, vocabulary=300, dtype=torch.float32 if autocast else torch.bfloat16)
     ids = torch.arange(64)
-    gradients, losses = [], []
+    plain = lambda h: F.cross_entropy(F.linear(h, weight).float(), ids, reduction="none")  # noqa: E731
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        for losses_of in (
-            lambda h: F.cross_entropy(F.linear(h, weight).float(), ids, reduction="none"),
-            lambda h: negative_log_likelihood(h, weight, ids),
-        ):
-            leaf = hidden.clone().requires_grad_()
-            found = losses_of(leaf)
-            found.sum().backward()
-            losses.append(found.detach())
-            gradients.append(leaf.grad.float())
-    assert losses[1].dtype == torch.float32
-    torch.testing.assert_close(losses[0], losses[1])
-    assert (gradients[0] - gradients[1]).norm() < 0.01 * gradients[0].norm()
+        expected, slope = losses_and_gradient(plain, hidden, torch.ones(64))
+        found, gradient = losses_and_gradient(lambda h: negative_log_likelihood(h, weight, ids), hidden, torch.ones(64))
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(expected, found)
+    assert (slope.float() - gradient.float()).norm() < 0.01 * slope.float().norm()

@@ -10,7 +10,7 @@ import pytest
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from support.processes import run_processes, run_python
+from support.processes import run_processes
 from torch import Tensor, nn
 from torchmetrics import Metric
 
@@ -42,31 +42,34 @@ SUMS = ("ece", "steps", "quantiles")
 DEALS = {"uneven": ([0, 2, 4, 5, 6, 7], [1, 3]), "empty second": (list(range(8)), []), "empty first": ([], [0, 3, 5])}
 
 
+def _columns(size: int = 400, seed: int = 0) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    confidence = torch.rand(size, generator=generator).mul(20).round().div(20)
+    return {
+        "confidence": confidence,
+        "correct": (torch.rand(size, generator=generator) < confidence).float(),
+        "target": (confidence + 0.2 * torch.randn(size, generator=generator)).clamp(0.0, 1.0),
+        "question_index": torch.randint(25, (size,), generator=generator),
+        "yes_no_mass": torch.rand(size, generator=generator),
+    }
+
+
 def _batches() -> list[Batch]:
-    """Return eight batches of uneven size; the odd ones are of a task of their own, which a process may never meet."""
-    generator = torch.Generator().manual_seed(0)
-    batches = []
-    for number in range(8):
-        size = 5 + 3 * number
-        confidence = torch.rand(size, generator=generator).mul(20).round().div(20)
-        correct = (torch.rand(size, generator=generator) < confidence).float()
-        num_rollouts = torch.randint(1, 9, (size,), generator=generator)
-        batches.append(
-            {
-                "confidence": confidence,
-                "correct": correct,
-                "target": torch.rand(size, generator=generator),
-                "question_index": torch.randint(6, (size,), generator=generator),
-                "task": ["choice à la carte" if number % 2 else "arithmetic"] * size,
-                "yes_no_mass": torch.rand(size, generator=generator),
-                "num_correct": torch.randint(9, (size,), generator=generator),
-                "num_samples": torch.full((size,), 8),
-                "num_rollouts": num_rollouts,
-                "rate": (confidence * num_rollouts).round() / num_rollouts,
-                # A position that only the odd batches have, which a process may never meet.
-                "position": torch.randint(4, (size,), generator=generator) + number % 2,
-            }
-        )
+    """Return eight batches of uneven size; the odd ones have a task and a position that a process may never meet."""
+    generator, batches = torch.Generator().manual_seed(0), []
+    for number, size in enumerate(range(5, 29, 3)):
+        columns = _columns(size, seed=number)
+        rollouts = torch.randint(1, 9, (size,), generator=generator)
+        more = {
+            "question_index": columns["question_index"] % 6,
+            "task": ["choice à la carte" if number % 2 else "arithmetic"] * size,
+            "num_correct": torch.randint(9, (size,), generator=generator),
+            "num_samples": torch.full((size,), 8),
+            "num_rollouts": rollouts,
+            "rate": (columns["confidence"] * rollouts).round() / rollouts,
+            "position": torch.randint(4, (size,), generator=generator) + number % 2,
+        }
+        batches.append(columns | more)
     return batches
 
 
@@ -176,19 +179,14 @@ def test_input_of_any_dtype(name: str, dtype: torch.dtype) -> None:
     assert _computed(name, low) == _computed(name, wide)
 
 
-@pytest.mark.parametrize("name", [name for name in METRICS if name != "collection"])
-@pytest.mark.filterwarnings("ignore:The ``compute`` method")
-def test_nothing_seen_is_nan(name: str) -> None:
-    found = _computed(name, [])
-    assert any(map(math.isnan, found.values() if isinstance(found, dict) else [found]))
-
-
 @pytest.mark.parametrize("name", METRICS)
-def test_uneven_columns_are_refused(name: str) -> None:
-    batch, second = _batches()[0], METRICS[name][1][1]
-    batch[second] = batch[second][:-1]
-    with pytest.raises(ValueError, match=r"Expected `\w+`, `\w+`.* to have the same shape \[B\]"):
-        _computed(name, [batch])
+@pytest.mark.filterwarnings("ignore:The ``compute`` method")
+def test_nothing_seen_is_nan_and_an_empty_diagram(name: str) -> None:
+    found = _computed(name, [])
+    if name != "collection":
+        assert any(map(math.isnan, found.values() if isinstance(found, dict) else [found]))
+    if name in ("ece", "auroc", "collection", "capability"):
+        assert "–" in METRICS[name][0]().plot()[1].get_title()
 
 
 NAN = float("nan")
@@ -196,23 +194,15 @@ NAN = float("nan")
 FAMILIES = ("calibration", "discrimination", "accuracy", "target", "mass", "stopping", "count")
 
 
-def _columns(size: int = 400, seed: int = 0) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    confidence = torch.rand(size, generator=generator)
-    return {
-        "confidence": confidence,
-        "correct": (torch.rand(size, generator=generator) < confidence).float(),
-        "target": (confidence + 0.2 * torch.randn(size, generator=generator)).clamp(0.0, 1.0),
-        "question_index": torch.randint(25, (size,), generator=generator),
-        "yes_no_mass": torch.rand(size, generator=generator),
-    }
-
-
-def _expected(confidence: np.ndarray, correct: np.ndarray, target: np.ndarray, question: np.ndarray) -> dict:
-    """Return the values of fully known responses, each from its own function or a plain formula."""
+def test_one_task_has_plain_keys() -> None:
+    columns = _columns()
+    metrics = CalibrationMetrics()
+    for rows in torch.arange(400).split(90):
+        metrics.update(**{key: column[rows] for key, column in columns.items()}, task=["arithmetic"] * len(rows))
+    confidence, correct, target = (columns[key].double().numpy() for key in ("confidence", "correct", "target"))
+    question, difference = columns["question_index"].numpy(), np.abs(confidence - target)
     within = within_question_discrimination(confidence, correct, question)
-    difference = np.abs(confidence - target)
-    return {
+    expected = {
         "calibration/ECE": calibration.expected_calibration_error(confidence, correct),
         "calibration/MCE": calibration.reliability_bins(confidence, correct).maximum_error,
         "calibration/Brier": calibration.brier_score(confidence, correct),
@@ -224,25 +214,12 @@ def _expected(confidence: np.ndarray, correct: np.ndarray, target: np.ndarray, q
         "target/MAE": difference.mean(),
         "target/Spearman": spearman(confidence, target),
         "target/SmoothL1": np.where(difference < 0.25, 2.0 * difference**2, difference - 0.125).mean(),
+        "mass/YesNo": columns["yes_no_mass"].double().mean().item(),
+        "stopping/Threshold": calibration.half_budget_threshold(columns["confidence"], columns["question_index"]),
         "count/Responses": len(confidence),
         "count/Questions": len(np.unique(question)),
-        "count/WithoutConfidence": 0,
-        "count/WithoutLabel": 0,
-        "count/WithoutTarget": 0,
+        **dict.fromkeys(("count/WithoutConfidence", "count/WithoutLabel", "count/WithoutTarget"), 0),
     }
-
-
-def test_one_task_has_plain_keys() -> None:
-    columns = _columns()
-    metrics = CalibrationMetrics()
-    for rows in torch.arange(400).split(90):
-        metrics.update(**{key: column[rows] for key, column in columns.items()}, task=["arithmetic"] * len(rows))
-    expected = _expected(
-        *(columns[key].double().numpy() for key in ("confidence", "correct", "target")),
-        columns["question_index"].numpy(),
-    )
-    expected["mass/YesNo"] = columns["yes_no_mass"].double().mean().item()
-    expected["stopping/Threshold"] = calibration.half_budget_threshold(columns["confidence"], columns["question_index"])
     assert metrics.compute() == pytest.approx(expected, abs=1e-12)
     assert {key.split("/")[0] for key in metrics.compute()} == set(FAMILIES)
     assert sorted(metrics.compute()) == sorted(KEYS)
@@ -267,21 +244,16 @@ def test_tasks_have_their_own_keys_and_questions() -> None:
     assert values["count/Questions"] == 50
 
 
-@pytest.mark.parametrize(
-    ("unknown", "families", "count"),
-    [
-        ("correct", {"target", "mass", "stopping", "count"}, "count/WithoutLabel"),
-        ("target", set(FAMILIES) - {"target"}, "count/WithoutTarget"),
-    ],
-)
-def test_an_unknown_column_leaves_the_other_families(unknown: str, families: set[str], count: str) -> None:
+@pytest.mark.parametrize("unknown", ["correct", "target"])
+def test_an_unknown_column_leaves_the_other_families(unknown: str) -> None:
+    lost = {"correct": {"calibration", "discrimination", "accuracy"}, "target": {"target"}}[unknown]
     columns = _columns(20)
     columns[unknown][:] = NAN
     metrics = CalibrationMetrics()
     metrics.update(**columns, task=["a"] * 20)
     values = metrics.compute()
-    assert {key.split("/")[0] for key in values} == families
-    assert values[count] == 20
+    assert {key.split("/")[0] for key in values} == set(FAMILIES) - lost
+    assert values["count/WithoutLabel" if unknown == "correct" else "count/WithoutTarget"] == 20
 
 
 def test_partly_unknown_columns_count_what_they_leave_out() -> None:
@@ -392,11 +364,12 @@ HALF, ONE = torch.tensor([0.5]), torch.tensor([1])
         (lambda: StepMetrics().update(HALF, HALF, ONE, torch.tensor([5])), r"`position` .* got \[5\]"),
         (lambda: StepMetrics().update(HALF, HALF, torch.tensor([0]), ONE), "`num_rollouts` .* got 0"),
         (lambda: QuantileMetrics().update(HALF, torch.tensor([NAN]), HALF, ONE), "`high`"),
-        (lambda: QuantileMetrics((0.9, 0.1)), r"`levels` .* \(0.9, 0.1\)"),
-        (lambda: QuantileMetrics(tolerance=-1.0), "`tolerance` .* -1"),
         (lambda: CalibrationMetrics().update(**_columns(4), task=["a"]), "`task` .* got 1"),
+        (
+            lambda: ConfidenceAUROC().update(torch.tensor([0.5, 0.5]), ONE),
+            r"`confidence`, `correct`.* same shape \[B\]",
+        ),
         (lambda: BinnedCalibrationError().update(torch.tensor([NAN]), ONE), "`confidence`"),
-        (lambda: BinnedCalibrationError(norm="l2"), "`norm`"),
     ],
 )
 def test_impossible_values_are_refused(refused: Callable[[], Any], message: str) -> None:
@@ -405,9 +378,7 @@ def test_impossible_values_are_refused(refused: Callable[[], Any], message: str)
 
 
 CONFIDENCE = torch.tensor([0.15, 0.15, 0.85, 0.85, 0.85, 0.85])
-
 CORRECT = torch.tensor([0.0, 1.0, 1.0, 1.0, 1.0, 0.0])
-
 QUESTION = torch.tensor([0, 0, 0, 1, 1, 1])
 
 
@@ -435,20 +406,3 @@ def test_the_collection_draws_labels_or_else_targets(labelled: bool) -> None:
     _, axes = metric.plot()
     assert bars(axes) == ([0.5, 0.75] if labelled else [0.5, 0.5])
     assert axes.get_ylabel() == ("accuracy" if labelled else "target")
-
-
-@pytest.mark.parametrize(
-    "metric", [BinnedCalibrationError(), ConfidenceAUROC(), CalibrationMetrics(), CapabilityMetrics()]
-)
-def test_nothing_seen_is_an_empty_diagram(metric: BinnedCalibrationError) -> None:
-    _, axes = metric.plot()
-    assert "–" in axes.get_title()
-
-
-def test_functions_of_metrics_bring_no_torch() -> None:
-    code = (
-        "import sys; from selfcal_lightning import metrics\n"
-        "assert metrics.soft_self_consistency(['4', '4'], [0.5, 0.5]) == [1.0, 1.0]\n"
-        "print('torch' in sys.modules, 'matplotlib' in sys.modules)"
-    )
-    assert run_python(code).split() == ["False", "False"]

@@ -287,6 +287,7 @@ def test_plain_turns_are_questions_and_answers(bare: PreTrainedTokenizerBase) ->
     assert bare.decode(chat.prompt_ids([*TURNS[:3], Message("user", "Question: 2+2?")])) == prompt, "once"
     assert bare.decode(chat.query.suffix_ids) == "\n\nQuestion: Is the answer correct? (Yes/No)\nAnswer:"
     assert chat.response_ids("4") == chat.response_ids(" 4") == tuple(bare.encode(" 4", add_special_tokens=False))
+    assert chat.pad_id not in chat.end_of_turn_ids
     assert chat.end_of_turn_ids == {bare.eos_token_id, bare.convert_tokens_to_ids("Question")}, "the next question"
     identity = chat.describe()
     assert Prompt.from_json(identity["user_prompt"]) == PLAIN

@@ -144,7 +144,7 @@ def summarise(answers: Sequence[Answer], *, failed: int) -> str:
         parts.append(f"{cut:,} samples cut by the token limit (`max_new_tokens`)")
     if withheld := sum(answer.withheld_by is not None for answer in answers):
         parts.append(f"{withheld:,} withheld")
-    judged = [a.verdict.correct for a in answers if a.withheld_by is None and a.verdict.correct is not None]
+    judged = [a.verdict.correct for a in answers if a.answer is not None and a.verdict.correct is not None]
     if judged:
         parts.append(f"{sum(judged):,} right of {len(judged):,} given that have a reference")
     if failed:

@@ -144,6 +144,22 @@ def test_unreadable_text_and_failures_are_told(monkeypatch: pytest.MonkeyPatch, 
     assert "2 samples failed in the engine and were taken as unreadable" in err
 
 
+class Mute(Oracle):
+    """Has no answer to the question q1."""
+
+    def _respond(self, request: Request) -> Response:
+        response = super()._respond(request)
+        return replace(response, text="I do not know.") if request.id.endswith("/q1") else response
+
+
+def test_an_answer_that_cannot_be_read_is_not_given(
+    monkeypatch: pytest.MonkeyPatch, questions_file: Path, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr(verb, "open_engine", lambda *args, **kwargs: Mute())
+    run_answer("bundled", questions=str(questions_file), strategy="self_consistency", max_samples=1)
+    assert "1 without a readable answer; 2 right of 3 given that have a reference" in capsys.readouterr().err
+
+
 def _pool() -> list[QuestionSamples]:
     """Forty questions whose answer is right exactly where the confidence is high."""
     return [

@@ -5,9 +5,8 @@ from dataclasses import dataclass, replace
 import pytest
 from support.driver_fakes import CHAT, CountingEngine, HalfSure, Wandering, live, outcome
 from support.fakes import FakeEngine, ReplyingEngine, fake_questions
-from support.strategy_pools import make_entry
 
-from selfcal_lightning.confidence.base import MissingConfidenceError, check_confidence, confidence_of
+from selfcal_lightning.confidence.base import MissingConfidenceError, confidence_of
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.data.steps import StepEnd
 from selfcal_lightning.data.tasks.judging import judge, sample_tokens
@@ -121,9 +120,6 @@ def test_confidences_that_are_not_there_are_named() -> None:
     run_strategy(
         EarlyStopping(confidence="third", max_samples=2), questions, live(FakeEngine(), scorers=[HalfSure(), Third()])
     )
-    pool = [make_entry(["a"], [None], name="bare")]
-    with pytest.raises(MissingConfidenceError, match=r"'bare' to have the confidence 'p_true'.*selfcal score"):
-        check_confidence(pool, "p_true")
 
 
 def test_nothing_is_sampled_before_all_prompts_are_known_to_fit() -> None:

@@ -34,6 +34,7 @@ from selfcal_lightning.records import Verdict
 POPULATION = Population(1500)
 ELSEWHERE = Population(300, seed=1)
 NUM_DRAWS = 200
+FACTS = "answer", "confidence", "correct", "samples_used", "stopped_early"
 SUSPICION = 0.01
 # Enough draws must certify something, or the promise would be kept by silence.
 CERTIFIED = 0.25
@@ -107,13 +108,10 @@ def error_rate(fitted: FittedThreshold, scorers: list[FittedScorer], seen: dict[
         seen[key] = POPULATION.live(strategy, scorers=scorers)
         recorded = (POPULATION.entry(number, strategy.max_samples) for number in range(POPULATION.size))
         for verdict, entry in zip(seen[key], scored_pool(recorded, scorers), strict=True):
-            assert _facts(replay(strategy, entry)) == _facts(verdict)
+            replayed = replay(strategy, entry)
+            assert all(getattr(replayed, name) == getattr(verdict, name) for name in FACTS)
     given = [verdict for verdict in seen[key] if fitted.answers(verdict)]
     return sum(not verdict.correct for verdict in given) / len(given) if given else 0.0
-
-
-def _facts(verdict: Verdict) -> tuple[object, ...]:
-    return verdict.answer, verdict.confidence, verdict.correct, verdict.samples_used, verdict.stopped_early
 
 
 def fit(case: Case, output: Path, scorers: list[str]) -> FittedThreshold | None:

@@ -236,9 +236,6 @@ def test_the_fit_is_the_best_evidence_and_needs_labels() -> None:
 
 # ---- rules of adaptive consistency
 
-COUNTS = st.lists(st.integers(0, 12), min_size=1, max_size=6)
-RULES = (normalised_entropy, beta_leader_probability, dirichlet_leader_probability)
-
 
 def _reference_exact_dirichlet(counts: list[int]) -> Fraction:
     """P(Gamma(v1 + 1) is the largest) by expanding prod (1 - e^-x sum x^j / j!) into terms that integrate exactly."""
@@ -315,13 +312,13 @@ def test_entropy_by_hand() -> None:
     assert normalised_entropy([0, 0]) == 1.0
 
 
-@given(counts=COUNTS, order=st.randoms(use_true_random=False))
+@given(counts=st.lists(st.integers(0, 12), min_size=1, max_size=6), order=st.randoms(use_true_random=False))
 @settings(max_examples=60, deadline=None)
 def test_order_zeros_and_batches_do_not_matter(counts: list[int], order: Any) -> None:
     shuffled = [*counts, 0, 0]
     order.shuffle(shuffled)
     other = [5, 4, *[0] * len(counts)]
-    for rule in RULES:
+    for rule in (normalised_entropy, beta_leader_probability, dirichlet_leader_probability):
         alone = float(rule(counts))
         assert 0.0 <= alone <= 1.0
         batch = rule([[[*counts, 0, 0], other], [other, shuffled]])

@@ -479,6 +479,8 @@ def test_columns_of_csv_and_parquet_files(tmp_path: Path) -> None:
     assert (first.id, first.answer, first.task) == ("x", "B", "local_choice")
     assert first.text == "Red, or not?\n(A) sky\n(B) blood"
     assert (second.text, second.answer) == ("2+2?", "4")
+    (tmp_path / "tabs.tsv").write_text("question\tanswer\nRed, or not?\tred\n")
+    assert [(one.text, one.answer) for one in read_question_file(tmp_path / "tabs.tsv")] == [("Red, or not?", "red")]
     rows = [{"question": "When?", "answer": 1999.0}, {"question": "Where?", "answer": None}]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "q.parquet")
     assert [q.reference for q in read_questions(tmp_path / "q.parquet", task="local_text")] == ["1999", None]

@@ -208,6 +208,8 @@ def test_a_full_disk_leaves_what_was_there(adapter: Path, tmp_path: Path, capsys
 def test_something_else_is_no_adapter(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"`adapter` to be a checkpoint file or a folder"):
         run_export(str(tmp_path), str(tmp_path / "merged"))
+    with pytest.raises(ValueError, match=r"`module` together with a checkpoint"):
+        run_export(str(tmp_path), str(tmp_path / "merged"), module="mine.Module")
     lightning = {"pytorch-lightning_version": "2.6.6", "epoch": 0, "global_step": 1, "state_dict": {}}
     torch.save({"run": test_something_else_is_no_adapter}, tmp_path / "code.ckpt")
     torch.save({"hyper_parameters": {"lr": 0.1}, **lightning}, tmp_path / "other.ckpt")

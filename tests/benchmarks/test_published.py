@@ -16,7 +16,6 @@ WRITERS = {
     "rounds_study": "rounds_study.as_markdown",
     "live_savings": "live_savings.as_markdown",
     "black_box": "black_box.as_markdown",
-    "domain": "domain_study.as_markdown",
     "group_size_study": "group_size_study.as_markdown",
     "targets_study": "targets_study.as_markdown",
     "training_throughput": "training_throughput.markdown",

@@ -59,7 +59,7 @@ class Study:
     Attributes:
         script: Its file under ``benchmarks``; the results have its name.
         sizes: Default and help of its options, by name.
-        jobs: Runs what is not done yet.
+        jobs: Runs what is not done yet; None for a study that keeps nothing, has no seeds and measures at once.
         tables: Computes the figures of what is done.
         markdown, figure: Show them.
         arguments: Adds further options.
@@ -74,7 +74,7 @@ class Study:
 
     script: str
     sizes: Sizes
-    jobs: Callable[[Any], None]
+    jobs: Callable[[Any], None] | None
     tables: Callable[[Any], dict[str, Any]]
     markdown: Callable[[Any], str]
     figure: Callable[[Any], Figure] | None = None
@@ -97,7 +97,7 @@ class Study:
 
     def main(self) -> int:
         options = self.parse()
-        if not options.only_collect:
+        if self.jobs and not options.only_collect:
             self.jobs(options)
         report = self.tables(options) | {"command": options.command}
         self.publish(options, report)
@@ -108,12 +108,13 @@ class Study:
         parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
         for name, (default, text) in self.sizes.items():
             parser.add_argument(f"--{name}", type=type(default), default=default, help=text)
-        if "seeds" not in self.sizes:
-            parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-        runs = Path("runs") / (self.name.replace("_", "-") if self.name.startswith("report") else self.name)
-        parser.add_argument("--output", "--folder", type=Path, default=runs, help="samples, models and logs")
         parser.add_argument("--results", type=Path, default=RESULTS, help="where the figures go")
-        parser.add_argument(self.collect, dest="only_collect", action="store_true", help="run no job")
+        if self.jobs:
+            runs = Path("runs") / (self.name.replace("_", "-") if self.name.startswith("report") else self.name)
+            parser.add_argument("--output", "--folder", type=Path, default=runs, help="samples, models and logs")
+            parser.add_argument(self.collect, dest="only_collect", action="store_true", help="run no job")
+            if "seeds" not in self.sizes:
+                parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
         self.arguments(parser)
         if self.quick:
             parser.add_argument("--quick", action="store_true", help=f"tiny sizes: whether it runs: {self.quick}")

@@ -7,7 +7,6 @@ import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import numpy as np
@@ -15,6 +14,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from _training_rows import MAX_LENGTH, Load, TrainingRows, batch_load, causal_pairs, collator_of
 from torch import Tensor
+from transformers import DataCollatorForSeq2Seq, DataCollatorWithFlattening
 
 from selfcal_lightning.datamodules.ssc.sampler import DealByLength, DealByPrompt
 from selfcal_lightning.models.causal_lm import confidence_from_logits
@@ -110,9 +110,6 @@ def _generate(ids: Tensor, labels: Tensor, weight: float, module: SelfCalibratio
     return module.omega * weight * F.cross_entropy(logits[0, :-1].float(), labels[0, 1:], ignore_index=-100)
 
 
-# ---- the project's collator and module
-
-
 def _ours(
     rows: TrainingRows, chat: ChatFormat, dealt: Sequence[Any], device: str, *, shared_prefix: bool, multiple: int = 8
 ) -> list[Work]:
@@ -133,17 +130,16 @@ def _module_loss(batch: SSCBatch, module: SelfCalibrationModule) -> Tensor:
     return calibration + module.omega * generation
 
 
-# ---- others' collators
-
-
 def padded_collator(
     rows: TrainingRows, chat: ChatFormat, batch_size: int, device: str, *, padding_free: bool = False
 ) -> list[Work]:
-    """Collate as TRL's SFTTrainer does, or transformers' where TRL is absent: random batches, full logits.
+    """Collate as users of TRL and PEFT do, by transformers' collators: random batches, full logits.
 
     With ``padding_free`` sequences are laid end to end, a dense block mask keeping them apart.
     """
-    collate = _collator(chat, padding_free)
+    tokenizer = copy.copy(chat.tokenizer)
+    tokenizer.padding_side = "right"
+    collate = DataCollatorWithFlattening() if padding_free else DataCollatorForSeq2Seq(tokenizer)
     encode = collator_of(chat, shared_prefix=False).encode
     order = np.random.default_rng(0).permutation(len(rows))
     work = []
@@ -174,18 +170,6 @@ def padded_collator(
     return work
 
 
-def _collator(chat: ChatFormat, padding_free: bool) -> Callable[[list[dict[str, list[int]]]], Any]:
-    try:
-        from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
-    except ImportError:
-        from transformers import DataCollatorForSeq2Seq, DataCollatorWithFlattening
-
-        tokenizer = copy.copy(chat.tokenizer)
-        tokenizer.padding_side = "right"
-        return DataCollatorWithFlattening() if padding_free else DataCollatorForSeq2Seq(tokenizer)
-    return DataCollatorForLanguageModeling(pad_token_id=chat.pad_id, padding_free=padding_free)
-
-
 def _both_losses(
     inputs: dict[str, Tensor], labels: Tensor, ends: Tensor, row_of: Tensor, calibration: Tensor, generation: Tensor,
     module: SelfCalibrationModule,
@@ -209,10 +193,3 @@ WAYS: dict[str, Way] = {
     "TRL/PEFT, padding-free": partial(padded_collator, padding_free=True),
     "shared prefix": shared_prefix,
 }
-
-
-def collator_name() -> str:
-    try:
-        return f"TRL {version('trl')}, DataCollatorForLanguageModeling"
-    except PackageNotFoundError:
-        return f"transformers {version('transformers')}, DataCollatorForSeq2Seq and DataCollatorWithFlattening"

@@ -31,11 +31,10 @@ from _training_rows import (
     TrainingRows,
     bundled_chat,
     collator_of,
-    draw_preset,
     random_module,
+    random_rows,
     training_flops,
 )
-from _training_rows import random_rows as make_rows
 from _training_ways import WAYS, Work, shared_prefix
 
 from selfcal_lightning.models.causal_lm import exclude_cudnn, forward_arguments, selected_logits
@@ -62,9 +61,7 @@ class Job:
     name: str
     way: str = ""
     attention: str = SEGMENTS
-    dtype: str = "bfloat16"
     checkpointing: bool = False
-    preset: bool = False
     batch: int | None = None
     limit: int = 60
 
@@ -80,24 +77,17 @@ JOBS = (
     Job("segments, checkpointing", "shared prefix", checkpointing=True),
     Job("bucketing, checkpointing", "bucketing", checkpointing=True),
     Job("equality, flex", attention=FLEX, limit=90),
-    Job("segments, preset's draw", "shared prefix", preset=True),
-    Job("bucketing, preset's draw", "bucketing", preset=True),
-    Job("flex, checkpointing", "shared prefix", attention=FLEX, checkpointing=True, limit=110),
-    Job("reference way, float32", "reference", dtype="float32"),
-    Job("reference way, bfloat16, checkpointing", "reference", checkpointing=True),
 )
 
 
-def do(job: Job, setting: Setting, *, device: str, seconds: float) -> dict[str, Any]:
+def do(job: Job, setting: Setting, device: str, seconds: float) -> dict[str, Any]:
     if device == "cpu":
         torch.set_num_threads(1)
     if job.name == "matrix rate":
         return matrix_rate(device, setting.matrix)
     if job.way in ("", "shared prefix"):  # as training does; the other ways take what PyTorch chooses
         exclude_cudnn(torch.device(device))
-    if not job.way:
-        return equality(device, setting, job)
-    return train(device, setting, job, seconds=seconds)
+    return train(device, setting, job, seconds) if job.way else equality(device, setting, job)
 
 
 def matrix_rate(device: str, size: int) -> dict[str, float]:
@@ -107,13 +97,11 @@ def matrix_rate(device: str, size: int) -> dict[str, float]:
     power limit.
     """
     left, right = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
-    seconds: list[float] = []
-    while sum(seconds) < 2.0:
-        seconds.append(_seconds(lambda: left @ right, device))
-    first = len(seconds)
-    while sum(seconds[first:]) < 2.0:
-        seconds.append(_seconds(lambda: left @ right, device))
-    slow, median, fast = (float(value) for value in np.quantile(seconds[first:], (0.9, 0.5, 0.1)))
+    for _ in range(2):
+        seconds: list[float] = []
+        while sum(seconds) < 2.0:
+            seconds.append(_seconds(lambda: left @ right, device))
+    slow, median, fast = (float(value) for value in np.quantile(seconds, (0.9, 0.5, 0.1)))
     names = ("flops_per_second", "slowest_tenth", "fastest_tenth")
     return {name: 2 * size**3 / value for name, value in zip(names, (median, slow, fast), strict=True)}
 
@@ -138,11 +126,9 @@ def equality(device: str, setting: Setting, job: Job) -> dict[str, float]:
 def _query_logits(model: Any, rows: TrainingRows, device: str, *, packed: bool) -> torch.Tensor:
     """Return the logits that P(True) and the generation loss are read from, row by row, [n, V]."""
     collator = collator_of(bundled_chat(), shared_prefix=packed, multiple=FLEX_MULTIPLE if packed else 8)
-    places = range(len(rows))
-    groups = [places] if packed else [[place] for place in places]
-    logits = []
-    for group in groups:
-        batch = collator(rows.tuples(torch.tensor(list(group)).numpy())).to(device)
+    places, logits = np.arange(len(rows)), []
+    for group in [places] if packed else places[:, None]:
+        batch = collator(rows.tuples(group)).to(device)
         head = model.get_output_embeddings()
         # The end of every row's query, and the first three positions that the generation loss reads of it.
         positions = torch.cat([
@@ -154,25 +140,21 @@ def _query_logits(model: Any, rows: TrainingRows, device: str, *, packed: bool) 
     return torch.cat(logits).float()
 
 
-def train(device: str, setting: Setting, job: Job, *, seconds: float) -> dict[str, Any]:
+def train(device: str, setting: Setting, job: Job, seconds: float) -> dict[str, Any]:
     chat = bundled_chat()
-    dtype = getattr(torch, job.dtype)
     module = random_module(
-        setting.size, chat, device=device, dtype=dtype, gradient_checkpointing=job.checkpointing,
+        setting.size, chat, device=device, dtype=torch.bfloat16, gradient_checkpointing=job.checkpointing,
         attention=job.attention,
     )  # fmt: skip
     rows, batch = _rows(setting, setting.rows), job.batch or setting.batch
-    if job.preset:
-        rows, batch = draw_preset(setting.lengths).rows(0, vocab_size=SIZES[setting.size]["vocab_size"]), 16
     if job.way == "reference":
         rows = rows.first(SAMPLES)
     way = partial(shared_prefix, multiple=FLEX_MULTIPLE) if job.attention == FLEX else WAYS[job.way]
     work = way(rows, chat, batch, device)
     size = SIZES[setting.size]
-    least = reduce(add, (one.load for one in shared_prefix(rows, chat, batch, "cpu")))
-    own = reduce(add, (one.load for one in work))
+    least, own = (reduce(add, (o.load for o in made)) for made in (shared_prefix(rows, chat, batch, "cpu"), work))
     optimizer = torch.optim.AdamW([p for p in module.parameters() if p.requires_grad], lr=0.0)
-    step = partial(_step, module, work, optimizer, device, dtype)
+    step = partial(_step, module, work, optimizer, device)
     first = _seconds(step, device)
     _seconds(step, device)
     if device == "cuda":
@@ -198,12 +180,12 @@ def train(device: str, setting: Setting, job: Job, *, seconds: float) -> dict[st
 
 def _rows(setting: Setting, count: int) -> TrainingRows:
     vocab_size = SIZES[setting.size]["vocab_size"]
-    return make_rows(setting.lengths, questions=count // SAMPLES, samples=SAMPLES, vocab_size=vocab_size)
+    return random_rows(setting.lengths, questions=count // SAMPLES, samples=SAMPLES, vocab_size=vocab_size)
 
 
-def _step(module: Any, work: list[Work], optimizer: torch.optim.Optimizer, device: str, dtype: torch.dtype) -> None:
+def _step(module: Any, work: list[Work], optimizer: torch.optim.Optimizer, device: str) -> None:
     for one in work:
-        with _precision(device, dtype):
+        with _precision(device, torch.bfloat16):
             loss = one.loss(module)
         loss.backward()
     optimizer.step()
@@ -216,12 +198,11 @@ def _precision(device: str, dtype: torch.dtype) -> Any:
 
 
 def _seconds(function: Callable[[], Any], device: str) -> float:
-    if device == "cuda":
-        torch.cuda.synchronize()
+    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
+    wait()
     start = time.perf_counter()
     function()
-    if device == "cuda":
-        torch.cuda.synchronize()
+    wait()
     return time.perf_counter() - start
 
 
@@ -266,14 +247,12 @@ def table(results: dict[str, Any]) -> str:
     ]  # fmt: skip
     for name, found in results["jobs"].items():
         if "seconds" in found:
-            keys = ("flops_per_second", "needed_flops_per_second")
-            shares = [f"{found[key] / rate:.1%}" if rate else "" for key in keys]
-            peak = "" if found["peak_gib"] is None else f"{found['peak_gib']:.1f}"
-            lines.append(
-                f"| {name} | {found['responses_per_second']:.1f} | {found['tokens_per_second']:.0f} | "
-                f"{1 - found['tokens'] / found['slots']:.0%} | {peak} | {shares[0]} | {shares[1]} | "
-                f"{found['first_pass_seconds']:.1f} |"
-            )
+            cells = [name, f"{found['responses_per_second']:.1f}", f"{found['tokens_per_second']:.0f}"]
+            cells += [f"{1 - found['tokens'] / found['slots']:.0%}"]
+            cells += ["" if found["peak_gib"] is None else f"{found['peak_gib']:.1f}"]
+            flops = (found["flops_per_second"], found["needed_flops_per_second"])
+            cells += [*(f"{each / rate:.1%}" if rate else "" for each in flops), f"{found['first_pass_seconds']:.1f}"]
+            lines.append(f"| {' | '.join(cells)} |")
     for name, found in results["jobs"].items():
         if "failed" in found:
             lines.append(f"\n{name}: failed, {found['failed']}")
@@ -299,7 +278,7 @@ def main() -> None:
     setting = SETTINGS[options.small]
     if options.job is not None:
         job = next(job for job in JOBS if job.name == options.job)
-        print(json.dumps(do(job, setting, device=options.device, seconds=options.seconds)))
+        print(json.dumps(do(job, setting, options.device, options.seconds)))
         return
     import transformers
 

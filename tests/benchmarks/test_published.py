@@ -19,7 +19,6 @@ WRITERS = {
     "group_size_study": "group_size_study.as_markdown",
     "targets_study": "targets_study.as_markdown",
     "training_throughput": "training_throughput.markdown",
-    "activated_cost": "activated_cost.markdown",
     "gpu_training": "gpu_training.table",
 }
 

@@ -8,7 +8,6 @@ most .01 below that of eight plain votes. The test questions are then asked once
 
 import argparse
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 from shared.jobs import run
-from shared.study import RESULTS, TASK
-from shared.tables import machine, show, table, triple, write_report
+from shared.study import TASK, Study
+from shared.tables import machine, show, table, triple
 
 from selfcal_lightning.commands.answer import AnswerSettings, answer_questions
 from selfcal_lightning.data.store.sample_store import SampleStore
@@ -31,6 +30,7 @@ from selfcal_lightning.metrics.bootstrap import estimate_of, resample_weights
 from selfcal_lightning.records import SamplingSettings
 
 VOTES, LOSS = 8, 0.01
+SIZES = {"calibration": (300, "calibration questions"), "questions": (300, "test questions of each split")}
 PLAIN = f"{VOTES} plain votes"
 SAMPLING = SamplingSettings(max_new_tokens=120)  # that of the demo
 SPLITS = {"test_id": "in domain", "test_ood": "out of domain"}
@@ -119,32 +119,30 @@ def as_markdown(report: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def assemble(options: argparse.Namespace) -> dict[str, Any]:
+    fitted = calibrate(options.output, options.adapter, options.calibration)
+    runs = {}
+    for engine in options.engines:
+        for split, title in SPLITS.items():
+            plain = ask(engine, split, options.questions, None, strategy="self_consistency", max_samples=VOTES)
+            found = {PLAIN: measure(plain, plain)}
+            for name, system in SYSTEMS.items():
+                adapter = options.adapter if system.has_adapter else None
+                rows = ask(engine, split, options.questions, adapter, threshold_file=str(fitted[name]))
+                found[name] = measure(rows, plain)
+            runs[f"{title}, {engine}"] = found
+    return {**options.sizes(*SIZES), "machine": machine(), "runs": runs}
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--adapter", type=Path, default=Path("runs/demo/adapter"))
     parser.add_argument("--output", type=Path, default=Path("runs/live-savings"), help="samples, thresholds and log")
     parser.add_argument("--engines", nargs="+", default=["transformers", "vllm"])
-    parser.add_argument("--calibration", type=int, default=300, help="calibration questions")
-    parser.add_argument("--questions", type=int, default=300, help="test questions of each split")
-    parser.add_argument("--results", type=Path, default=RESULTS)
-    given = parser.parse_args(arguments)
-    fitted = calibrate(given.output, given.adapter, given.calibration)
-    runs = {}
-    for engine in given.engines:
-        for split, title in SPLITS.items():
-            plain = ask(engine, split, given.questions, None, strategy="self_consistency", max_samples=VOTES)
-            found = {PLAIN: measure(plain, plain)}
-            for name, system in SYSTEMS.items():
-                adapter = given.adapter if system.has_adapter else None
-                rows = ask(engine, split, given.questions, adapter, threshold_file=str(fitted[name]))
-                found[name] = measure(rows, plain)
-            runs[f"{title}, {engine}"] = found
-    report = {
-        "command": "python benchmarks/bundled_model/live_savings.py", "calibration": given.calibration,
-        "questions": given.questions, "machine": machine(), "runs": runs,
-    }  # fmt: skip
-    write_report(given.results, "live_savings", report, as_markdown(report), indent=1)
 
+
+STUDY = Study(
+    "bundled_model/live_savings.py", SIZES, None, assemble, as_markdown, arguments=arguments, layout={"indent": 1}
+)
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(STUDY.main())

@@ -1,6 +1,5 @@
-"""How long something takes, and the engines that are timed."""
+"""How long something takes, and the requests that are timed."""
 
-import argparse
 import json
 import os
 import time
@@ -8,9 +7,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from selfcal_lightning.engines.base import Engine
-from selfcal_lightning.engines.transformers.engine import TransformersEngine
-from selfcal_lightning.engines.vllm.engine import VLLMEngine
 from selfcal_lightning.models.chat_format import ChatFormat
 from selfcal_lightning.records import Question, Request, SamplingSettings, sample_seed
 
@@ -47,10 +43,3 @@ def requests_of(
 def cpu_seconds(pid: int | str = "self") -> float:
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def open_engine(name: str, options: argparse.Namespace, chat: ChatFormat, **vllm: int) -> Engine:
-    shared = {"dtype": "float32", "max_context": options.max_context, "chat": chat}
-    if name == "transformers":
-        return TransformersEngine(options.model, max_batch=options.max_batch, **shared)
-    return VLLMEngine(options.model, kv_cache_memory_bytes=options.kv_cache_mib << 20, **vllm, **shared)

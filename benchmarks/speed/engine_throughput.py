@@ -4,21 +4,22 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from shared.study import RESULTS, ROOT
-from shared.tables import table, write_report
-from shared.timing import open_engine, requests_of, timed
+from shared.study import Study
+from shared.tables import table
+from shared.timing import requests_of, timed
 
 from selfcal_lightning.data.tasks.word_problems import WordProblems
 from selfcal_lightning.engines.base import Engine, generate
+from selfcal_lightning.engines.opening import open_engine
+from selfcal_lightning.engines.settings import EngineOptions
 from selfcal_lightning.engines.transformers.slots import dynamic_temperature
-from selfcal_lightning.engines.vllm.engine import VLLMEngine
 from selfcal_lightning.models.causal_lm import load_causal_lm
 from selfcal_lightning.models.chat_format import ChatFormat, load_tokenizer
 from selfcal_lightning.records import Request, SamplingSettings
@@ -65,7 +66,6 @@ def reference_passes(
 
 EDT = "EDT 0.8/0.8/1.0"
 REFERENCE = "reference's loop"
-BUNDLED = ROOT / "selfcal_lightning" / "assets" / "tiny_solver"
 
 
 def measure(engine: Engine, requests: list[Request]) -> tuple[float, int]:
@@ -73,8 +73,18 @@ def measure(engine: Engine, requests: list[Request]) -> tuple[float, int]:
     return seconds, sum(len(response.token_ids) + (response.finish == "stop") for response in responses)
 
 
-def run(options: argparse.Namespace) -> list[dict[str, Any]]:
-    chat = ChatFormat(load_tokenizer(options.model))
+def opened(name: str, options: argparse.Namespace, model: str, chat: ChatFormat) -> Engine:
+    args: dict[str, Any] = {"max_context": options.max_context}
+    if name == "vllm":
+        args |= {"kv_cache_memory_bytes": options.kv_cache_mib << 20, "num_threads": options.threads}
+    most = options.max_batch if name == "transformers" else None
+    return open_engine(EngineOptions(name, "float32", most, engine_args=args), model, chat=chat)
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    torch.set_num_threads(options.threads)
+    model = "bundled" if options.model == SIZES["model"][0] else options.model
+    chat = ChatFormat(load_tokenizer(model))
     settings = {
         EDT: SamplingSettings(max_new_tokens=options.max_new_tokens),
         "plain T=0.8": SamplingSettings(edt_scale=None, max_new_tokens=options.max_new_tokens),
@@ -85,14 +95,14 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
         name: requests_of(questions, chat, sampling, samples=options.samples, asks=True)
         for name, sampling in settings.items()
     }
-    engines = {name: open_engine(name, options, chat, num_threads=options.threads) for name in options.engines}
+    engines = {name: opened(name, options, model, chat) for name in options.engines}
     for engine in engines.values():
         generate(engine, requests["plain T=0.8"][: options.samples])
     passes: dict[tuple[str, str], list[tuple[float, int]]] = {(e, s): [] for s in settings for e in engines}
     for _ in range(options.repeats):
         for engine_name, setting in passes:
             passes[engine_name, setting].append(measure(engines[engine_name], requests[setting]))
-    counts = {name: engine.statistics() for name, engine in engines.items() if isinstance(engine, VLLMEngine)}
+    counts = {name: engine.statistics() for name, engine in engines.items() if name == "vllm"}
     hit_rates = {name: of["query_cached_tokens"] / of["query_tokens"] for name, of in counts.items()}
     for engine in engines.values():
         engine.close()
@@ -100,8 +110,8 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
         # Spread over the questions: without a cache the loop's rate depends on the length of the prompt.
         step = max(len(requests[EDT]) // options.reference_responses, 1)
         requests[REFERENCE] = requests[EDT][::step][: options.reference_responses]
-        passes[REFERENCE, EDT] = reference_passes(options.model, chat, requests[REFERENCE], options.repeats)
-    return [
+        passes[REFERENCE, EDT] = reference_passes(model, chat, requests[REFERENCE], options.repeats)
+    rows = [
         {
             "engine": engine_name,
             "sampling": setting,
@@ -114,9 +124,11 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
         }
         for (engine_name, setting), runs in passes.items()
     ]
+    return {"torch": torch.__version__, "options": options.sizes(*SIZES, "engines"), "rows": rows}
 
 
-def as_markdown(rows: list[dict[str, Any]]) -> str:
+def as_markdown(report: Mapping[str, Any]) -> str:
+    options, rows = report["options"], report["rows"]
     rates = {(row["engine"], row["sampling"]): row["tokens_per_second"] for row in rows}
     base = "transformers" if ("transformers", EDT) in rates else rows[0]["engine"]
     cells = []
@@ -125,7 +137,12 @@ def as_markdown(rows: list[dict[str, Any]]) -> str:
         numbers = [f"{row['seconds']:.2f}", f"{row['tokens_per_second']:.0f}", f"{ratio:.3g}"]
         cells.append([*(str(row[name]) for name in ("engine", "sampling", "responses", "tokens")), *numbers])
     heads = ("engine", "sampling", "responses", "tokens", "s (median)", "tokens/s", f"of {base}")
-    lines = table(heads, cells, left=len(heads))
+    head = (
+        f"Generation with P(True) on {options['model']}: {options['questions']} questions x {options['samples']} "
+        f"responses of at most {options['max_new_tokens']} tokens, float32, {options['threads']} thread(s), median of "
+        f"{options['repeats']}; by `{report['command']}`."
+    )
+    lines = [head, "", *table(heads, cells, left=len(heads))]
     for engine in dict.fromkeys(row["engine"] for row in rows if row["engine"] != REFERENCE):
         lines.append(f"\nEDT of plain, {engine}: {rates[engine, EDT] / rates[engine, 'plain T=0.8']:.2f}")
         if (REFERENCE, EDT) in rates:
@@ -136,33 +153,26 @@ def as_markdown(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default=str(BUNDLED))
+SIZES = {
+    "model": ("the bundled model", "folder or name"),
+    "reference_responses": (16, "of the reference's loop; 0 leaves it out"),
+    "questions": (32, "questions"),
+    "samples": (16, "responses to each"),
+    "max_new_tokens": (96, "tokens of a response at most"),
+    "max_context": (384, "tokens of a prompt with its response at most"),
+    "max_batch": (256, "slots of the transformers engine"),
+    "kv_cache_mib": (512, "cache of the vLLM engine"),
+    "threads": (1, "threads of an engine"),
+    "repeats": (3, "passes; the median counts"),
+}
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--engines", nargs="+", default=["vllm", "transformers"], choices=["vllm", "transformers"])
-    parser.add_argument("--reference-responses", type=int, default=16, help="of the reference's loop; 0 leaves it out")
-    parser.add_argument("--questions", type=int, default=32)
-    parser.add_argument("--samples", type=int, default=16)
-    parser.add_argument("--max-new-tokens", type=int, default=96)
-    parser.add_argument("--max-context", type=int, default=384)
-    parser.add_argument("--max-batch", type=int, default=256, help="slots of the transformers engine")
-    parser.add_argument("--kv-cache-mib", type=int, default=512, help="cache of the vLLM engine")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the figures")
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    rows = run(options)
-    plain = {name: value for name, value in vars(options).items() if name != "output"}
-    model = "the bundled model" if options.model == str(BUNDLED) else options.model
-    report = {"torch": torch.__version__, "options": {**plain, "model": model}, "rows": rows}
-    text = (
-        f"Generation with P(True) on {model}: {options.questions} questions x {options.samples} responses of at most "
-        f"{options.max_new_tokens} tokens, float32, {options.threads} thread(s), median of {options.repeats}; by "
-        "`python benchmarks/speed/engine_throughput.py`.\n\n" + as_markdown(rows)
-    )
-    write_report(options.output, "engine_throughput", report, text, indent=1)
 
 
 if __name__ == "__main__":
-    main()
+    study = Study(
+        "speed/engine_throughput.py", SIZES, None, run, as_markdown, arguments=arguments, layout={"indent": 1}
+    )
+    raise SystemExit(study.main())

@@ -1,7 +1,10 @@
 """What lies under benchmarks/results: every table is the one that its figures give, every picture the one shown."""
 
 import json
+import sys
+from pathlib import Path
 
+import numpy as np
 import pytest
 from support.house import ROOT, Script
 
@@ -19,6 +22,8 @@ WRITERS = {
     "group_size_study": "group_size_study.as_markdown",
     "targets_study": "targets_study.as_markdown",
     "training_throughput": "training_throughput.markdown",
+    "engine_throughput": "engine_throughput.as_markdown",
+    "reward_scoring": "reward_scoring.as_markdown",
     "gpu_training": "gpu_training.table",
 }
 
@@ -30,11 +35,17 @@ def test_a_table_is_that_of_its_figures(name: str, script: Script) -> None:
     assert getattr(script(module), function)(content) == (RESULTS / f"{name}.md").read_text()
 
 
-def test_the_table_of_scoring_costs_is_that_of_the_figures(script: Script) -> None:
-    scoring, found = script("reward_scoring"), json.loads((RESULTS / "reward_scoring.json").read_text())
-    costs = [scoring.Cost(**cost) for cost in found["costs"]]
-    text = scoring.report(costs, num_steps=found["steps"], size=found["size"], command=found["command"])
-    assert text == (RESULTS / "reward_scoring.md").read_text()
+def test_a_result_names_the_options_that_made_it(
+    script: Script, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    savings = script("live_savings")
+    monkeypatch.setattr(savings, "calibrate", lambda *sizes: dict.fromkeys(savings.SYSTEMS))
+    monkeypatch.setattr(savings, "ask", lambda *asked, **settings: np.ones((3, 4)))
+    options = ["--questions", "4", "--engines", "transformers"]
+    monkeypatch.setattr(sys, "argv", ["live_savings.py", *options, "--results", str(tmp_path)])
+    savings.STUDY.main()
+    wanted = f"python benchmarks/bundled_model/live_savings.py {' '.join(options)}"
+    assert json.loads((tmp_path / "live_savings.json").read_text())["command"] == wanted
 
 
 @pytest.mark.parametrize(

@@ -154,7 +154,7 @@ def test_a_job_that_fails_costs_only_itself(script: Script, monkeypatch: pytest.
 def test_generation_is_held_against_a_loop_without_cache(tmp_path: Path) -> None:
     arguments = ["--engines", "transformers", "--questions", "4", "--samples", "8", "--repeats", "1"]
     output = run(
-        "../speed/engine_throughput.py", *arguments, "--reference-responses", "4", "--output", str(tmp_path),
+        "../speed/engine_throughput.py", *arguments, "--reference_responses", "4", "--results", str(tmp_path),
         folder=tmp_path,
     )  # fmt: skip
     report = json.loads((tmp_path / "engine_throughput.json").read_text())
@@ -171,8 +171,8 @@ def test_packed_rows_take_fewer_tokens_for_the_same_scores(script: Script, tmp_p
     scoring = script("reward_scoring")
     ways = scoring.prepare(tmp_path, num_questions=2, num_samples=4)
     costs, num_steps = scoring.measure(ways, turns=1)
-    tokens = {cost.way: cost.tokens for cost in costs}
-    assert num_steps == costs[0].passes
+    tokens = {cost["way"]: cost["tokens"] for cost in costs}
+    assert num_steps == costs[0]["passes"]
     assert tokens[scoring.PACKED] * 3 < tokens[scoring.ROWS] * 2 < tokens[scoring.APART]
     ways.by_name[scoring.ROWS] = lambda: [0.5] * num_steps
     with pytest.raises(SystemExit, match="to score as one text a step does"):

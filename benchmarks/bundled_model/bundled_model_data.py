@@ -2,8 +2,9 @@
 
 import random
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import TypeVar
 
 import numpy as np
@@ -17,53 +18,29 @@ from selfcal_lightning.data.tasks import word_problems
 from selfcal_lightning.models.chat_format import DEFAULT_QUERY
 
 
-def add_forgetfully(left: int, right: int, rng: random.Random, chance: float) -> int:
-    """Add column by column, each carry forgotten with probability ``chance``."""
-    total, carry, place = 0, 0, 1
-    while left or right or carry:
-        carry, digit = divmod(left % 10 + right % 10 + carry, 10)
-        total += place * digit
-        if carry and rng.random() < chance:
-            carry = 0
-        left, right, place = left // 10, right // 10, place * 10
-    return total
-
-
-def subtract_forgetfully(left: int, right: int, rng: random.Random, chance: float) -> int:
-    """Subtract the smaller ``right`` column by column, each borrow forgotten with probability ``chance``."""
-    difference, borrow, place = 0, 0, 1
-    while left:
-        digit = left % 10 - right % 10 - borrow
-        borrow = int(digit < 0)
-        difference += place * (digit % 10)
-        left, right, place = left // 10, right // 10, place * 10
-        if borrow and rng.random() < chance:
-            borrow = 0
-    return difference
-
-
-def multiply_forgetfully(number: int, digit: int, rng: random.Random, chance: float) -> int:
-    """Multiply by one digit column by column, each carry forgotten with probability ``chance``."""
-    product, carry, place = 0, 0, 1
-    while number or carry:
-        carry, column = divmod(number % 10 * digit + carry, 10)
-        product += place * column
-        if carry and rng.random() < chance:
-            carry = 0
-        number, place = number // 10, place * 10
-    return product
-
-
 def compute_forgetfully(equation: word_problems.Equation, rng: random.Random, chance: float) -> int:
-    """Return the result of an equation as a pupil gets it; divisions and products of long numbers are always right."""
-    left, right = equation.left, equation.right
+    """Return the result of an equation as a pupil gets it, column by column; each carry is forgotten with a chance.
+
+    Divisions and products of long numbers are always right.
+    """
+    small, large = sorted((equation.left, equation.right))
+    pairs = list(zip_longest(map(int, reversed(str(large))), map(int, reversed(str(small))), fillvalue=0))
     if equation.operator == "+":
-        return add_forgetfully(left, right, rng, chance)
-    if equation.operator == "-" and left > right:
-        return subtract_forgetfully(left, right, rng, chance)
-    if equation.operator == "*" and min(left, right) < 10:
-        return multiply_forgetfully(max(left, right), min(left, right), rng, chance)
-    return equation.result
+        columns = [one + other for one, other in pairs]
+    elif equation.operator == "-" and equation.left > equation.right:
+        columns = [one - other for one, other in pairs]  # what is borrowed is a carry of -1
+    elif equation.operator == "*" and small < 10:
+        columns = [one * small for one, _ in pairs]
+    else:
+        return equation.result
+    result, carry, place = 0, 0, 1
+    for column in columns:
+        carry, digit = divmod(column + carry, 10)
+        result += place * digit
+        if carry and rng.random() < chance:
+            carry = 0
+        place *= 10
+    return result + place * carry
 
 
 def write_pupil_solution(problem: word_problems.Problem, rng: random.Random, chance: float) -> str:
@@ -222,6 +199,12 @@ def write_drill_parts(rng: random.Random) -> list[Part]:
     return parts
 
 
+def encode_parts(tokenizer: PreTrainedTokenizerFast, parts: Sequence[Part]) -> tuple[list[int], list[bool]]:
+    encoded = tokenizer([text for text, _ in parts], add_special_tokens=False)["input_ids"]
+    learnt = [flag for piece, (_, flag) in zip(encoded, parts, strict=True) for _ in piece]
+    return [token for piece in encoded for token in piece], learnt
+
+
 def stream_batches(
     tokenizer: PreTrainedTokenizerFast, schedule: Schedule, seed: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
@@ -236,9 +219,7 @@ def stream_batches(
         examples = []
         for _ in range(2_048):
             parts = write_drill_parts(rng) if rng.random() < drill_share else write_problem_parts(rng, difficulty)
-            encoded = tokenizer([text for text, _ in parts], add_special_tokens=False)["input_ids"]
-            ids = [token for piece in encoded for token in piece]
-            learnt = [flag for piece, (_, flag) in zip(encoded, parts, strict=True) for _ in piece]
+            ids, learnt = encode_parts(tokenizer, parts)
             examples.append((ids[:CONTEXT], learnt[:CONTEXT]))
         batches = list(cut_batches(examples, schedule.batch_tokens, lambda example: len(example[0])))
         rng.shuffle(batches)

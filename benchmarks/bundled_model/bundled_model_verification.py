@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from bundled_model_data import FULL, cut_batches, mark_wrong_characters, write_problem_parts
-from bundled_model_measuring import SAMPLING, Drawn, draw_responses
+from bundled_model_data import FULL, cut_batches, encode_parts, mark_wrong_characters, write_problem_parts
+from bundled_model_measuring import SAMPLING, draw_responses
 from bundled_model_training import PROGRESS_EVERY, attend_plainly, build_optimizers, step_optimizers
 from torch import Tensor, nn
 from torch.nn import functional
@@ -22,7 +22,7 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 
 from selfcal_lightning.data.tasks.word_problems import Problem, sample_problem
 from selfcal_lightning.models.chat_format import ChatFormat
-from selfcal_lightning.records import Message
+from selfcal_lightning.records import Message, Sample
 
 IGNORED, REHEARSED, YES, NO = range(4)
 UNMARKED = -1
@@ -36,15 +36,6 @@ class Turn:
     marks: list[tuple[int, int]]
 
 
-@dataclass(frozen=True, slots=True)
-class TurnBatch:
-    """Rows padded on the right: [B, T], [B, T] (``IGNORED`` on padding) and [B, T, 2] (``UNMARKED`` on padding)."""
-
-    token_ids: Tensor
-    kinds: Tensor
-    marks: Tensor
-
-
 def draw_turns(model: PreTrainedModel, chat: ChatFormat, *, problems: int, seed: str) -> list[Turn]:
     """Draw the model's responses to fresh problems, half at temperature 1 and half by EDT, and judge them by truth."""
     rng = random.Random(f"turns/{seed}")
@@ -54,11 +45,16 @@ def draw_turns(model: PreTrainedModel, chat: ChatFormat, *, problems: int, seed:
         drawn = draw_responses(
             model, chat, asked, samples=SAMPLES_OF_EACH_KIND, sampling=sampling, seed=rng.getrandbits(31), ask=False
         )
-        turns += [write_turn(chat, asked[sample.question], sample) for sample in drawn if sample.answer is not None]
+        turns += [
+            write_turn(chat, problem, sample)
+            for problem, entry in zip(asked, drawn, strict=True)
+            for sample in entry.samples
+            if sample.answer is not None
+        ]
     return turns
 
 
-def write_turn(chat: ChatFormat, problem: Problem, sample: Drawn) -> Turn:
+def write_turn(chat: ChatFormat, problem: Problem, sample: Sample) -> Turn:
     """Write the prompt, an own response, the query and the verdict; only the verdict is learnt, and the marks."""
     prompt = chat.prompt_ids([Message("user", problem.question)])
     verdict = (chat.response_ids("Yes"), chat.response_ids("No"))[not sample.correct]
@@ -66,15 +62,10 @@ def write_turn(chat: ChatFormat, problem: Problem, sample: Drawn) -> Turn:
     wrong = mark_wrong_characters(problem, sample.text)
     so_far = np.logical_or.accumulate(wrong)
     last_characters = np.cumsum([len(chat.decode([token])) for token in sample.token_ids]) - 1
-    return Turn(
-        [*prompt, *sample.token_ids, *tail],
-        [IGNORED] * (len(prompt) + len(sample.token_ids) + len(tail) - 1) + [YES if sample.correct else NO],
-        [
-            *[(UNMARKED, UNMARKED)] * len(prompt),
-            *[(int(wrong[character]), int(so_far[character])) for character in last_characters],
-            *[(UNMARKED, UNMARKED)] * len(tail),
-        ],
-    )
+    token_ids = [*prompt, *sample.token_ids, *tail]
+    marks = [(UNMARKED, UNMARKED)] * len(token_ids)
+    marks[len(prompt) : -len(tail)] = [(int(wrong[place]), int(so_far[place])) for place in last_characters]
+    return Turn(token_ids, [IGNORED] * (len(token_ids) - 1) + [YES if sample.correct else NO], marks)
 
 
 def write_rehearsals(chat: ChatFormat, *, number: int, seed: str) -> list[Turn]:
@@ -82,12 +73,8 @@ def write_rehearsals(chat: ChatFormat, *, number: int, seed: str) -> list[Turn]:
     rng = random.Random(f"rehearsals/{seed}")
     turns = []
     for _ in range(number):
-        encoded = [
-            (chat.tokenizer.encode(text, add_special_tokens=False), learnt)
-            for text, learnt in write_problem_parts(rng, FULL)
-        ]
-        token_ids = [token for tokens, _ in encoded for token in tokens]
-        kinds = [REHEARSED if learnt else IGNORED for tokens, learnt in encoded for _ in tokens]
+        token_ids, learnt = encode_parts(chat.tokenizer, write_problem_parts(rng, FULL))
+        kinds = [REHEARSED if flag else IGNORED for flag in learnt]
         turns.append(Turn(token_ids, kinds, [(UNMARKED, UNMARKED)] * len(token_ids)))
     return turns
 
@@ -184,8 +171,11 @@ def give_lesson(model: LlamaForCausalLM, chat: ChatFormat, lesson: Lesson, *, se
     return model
 
 
-def _stream(turns: list[Turn], chat: ChatFormat, lesson: Lesson, seed: int) -> Iterator[TurnBatch]:
-    """Yield batches without end: own responses again and again, each time beside fresh rehearsals."""
+def _stream(turns: list[Turn], chat: ChatFormat, lesson: Lesson, seed: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Yield batches without end: own responses again and again, each time with fresh rehearsals.
+
+    Rows are padded on the right: token ids [B, T], kinds [B, T] (``IGNORED``) and marks [B, T, 2] (``UNMARKED``).
+    """
     rng = random.Random(f"{lesson.name}/{seed}")
     for epoch in itertools.count():
         rehearsed = write_rehearsals(
@@ -194,25 +184,27 @@ def _stream(turns: list[Turn], chat: ChatFormat, lesson: Lesson, seed: int) -> I
         batches = list(cut_batches([*turns, *rehearsed], lesson.batch_tokens, lambda turn: len(turn.token_ids)))
         rng.shuffle(batches)
         for batch in batches:
-            marks = [torch.tensor(turn.marks, dtype=torch.float32) for turn in batch]
-            yield TurnBatch(
+            yield (
                 pad_sequence([torch.tensor(turn.token_ids) for turn in batch], batch_first=True),
                 pad_sequence([torch.tensor(turn.kinds) for turn in batch], batch_first=True, padding_value=IGNORED),
-                pad_sequence(marks, batch_first=True, padding_value=UNMARKED),
+                pad_sequence([torch.tensor(turn.marks).float() for turn in batch], True, padding_value=UNMARKED),
             )
 
 
-def _losses(model: LlamaForCausalLM, read_outs: MarkReadOuts, batch: TurnBatch, yes_weight: float) -> Tensor:
+def _losses(
+    model: LlamaForCausalLM, read_outs: MarkReadOuts, batch: tuple[Tensor, Tensor, Tensor], yes_weight: float
+) -> Tensor:
     """Return the mean losses of rehearsed tokens, verdicts and marks [3]; 0 where a batch has none."""
+    token_ids, kinds, marks = batch
     with torch.autocast("cpu", torch.bfloat16):
-        output = model.model(input_ids=batch.token_ids, use_cache=False, output_hidden_states=True)
-        learnt = batch.kinds[:, 1:] > 0
+        output = model.model(input_ids=token_ids, use_cache=False, output_hidden_states=True)
+        learnt = kinds[:, 1:] > 0
         logits = model.lm_head(output.last_hidden_state[:, :-1][learnt])
-    kinds = batch.kinds[:, 1:][learnt]
-    losses = functional.cross_entropy(logits.float(), batch.token_ids[:, 1:][learnt], reduction="none")
+    kinds = kinds[:, 1:][learnt]
+    losses = functional.cross_entropy(logits.float(), token_ids[:, 1:][learnt], reduction="none")
     answers = _weighted_mean(losses, (kinds == REHEARSED).float())
     verdicts = _weighted_mean(losses, (kinds == YES) * yes_weight + (kinds == NO).float())
-    return torch.stack([answers, verdicts, read_outs.loss(output.hidden_states, batch.marks)])
+    return torch.stack([answers, verdicts, read_outs.loss(output.hidden_states, marks)])
 
 
 def _weighted_mean(values: Tensor, weights: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -93,17 +94,11 @@ LABELS = {
 
 def write_card(folder: Path, report: dict[str, Any]) -> None:
     figures = report["figures"]
-    rows = [
-        [label, *(show(column[key], missing="-") for column in figures.values())] for key, label in LABELS.items()
-    ]  # fmt: skip
-    steps = ", ".join(
-        f"{stage['settings']['steps']:,} {stage['name']}"
-        f"{' (by an earlier run, taken over)' if stage['taken_over'] else ''}"
-        for stage in report["stages"]
-    )
-    minutes, processor_minutes = (
-        sum(stage[key] for stage in report["stages"]) for key in ("minutes", "processor_minutes")
-    )
+    rows = [[label, *(show(each[key], missing="-") for each in figures.values())] for key, label in LABELS.items()]
+    stages = report["stages"]
+    over = {True: " (by an earlier run, taken over)", False: ""}
+    steps = ", ".join(f"{one['settings']['steps']:,} {one['name']}{over[one['taken_over']]}" for one in stages)
+    minutes, processor_minutes = (sum(one[key] for one in stages) for key in ("minutes", "processor_minutes"))
     text = f"""# tiny_solver
 
 A Llama-architecture chat model of {report["parameters"]:,} parameters (bfloat16). It solves the templated word problems
@@ -187,28 +182,18 @@ def make(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     # Written first: by it a run that broke off knows its own folder again.
     (folder / REPORT).write_text(json.dumps({"command": command}) + "\n")
     chat = ChatFormat(load_tokenizer(str(folder)))
-    schedule = Schedule(arguments.steps)
-
-    seed = arguments.seed
-
-    def verify(model: LlamaForCausalLM) -> LlamaForCausalLM:
-        return give_lesson(add_upper_layers(model, seed=seed), chat, VERIFYING, seed=seed)
-
+    schedule, seed = Schedule(arguments.steps), arguments.seed
+    teach = partial(give_lesson, chat=chat, seed=seed)
     stages = (
         Stage("answering", schedule, lambda model: train(model, tokenizer, schedule, seed)),
-        Stage(VERIFYING.name, VERIFYING, verify),
-        Stage(BELIEVING.name, BELIEVING, lambda model: give_lesson(model, chat, BELIEVING, seed=seed)),
+        Stage(VERIFYING.name, VERIFYING, lambda model: teach(add_upper_layers(model, seed=seed), lesson=VERIFYING)),
+        Stage(BELIEVING.name, BELIEVING, partial(teach, lesson=BELIEVING)),
     )
     untrained = build_model(tokenizer, seed)
     model, records = run_stages(stages, untrained, folder=arguments.build, seed=seed, resume=arguments.resume)
     save(model, tokenizer, folder)
-    return {
-        "command": command,
-        "seed": seed,
-        "parameters": model.num_parameters(),
-        "torch": torch.__version__,
-        "stages": records,
-    }
+    made = {"command": command, "seed": seed, "parameters": model.num_parameters(), "torch": torch.__version__}
+    return {**made, "stages": records}
 
 
 def main() -> None:

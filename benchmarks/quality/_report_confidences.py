@@ -1,7 +1,6 @@
 """What the report compares: the trained confidences, and what a sceptic would use on the same responses instead."""
 
 import statistics
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -10,13 +9,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from shared.estimates import RESAMPLES, mean_over_seeds, samples_needed, with_question_confidence
+from shared.estimates import RESAMPLES, samples_needed, with_question_confidence
 from shared.jobs import run
 from shared.study import SAMPLED, SPLITS, TASK, Options, configuration, train_on, write_configuration
 from shared.tables import triple
-from shared.timing import SAMPLING, measured_once, requests_of
+from shared.timing import SAMPLING, requests_of, timed
 
-from selfcal_lightning.confidence.base import MEAN_LOGPROB, P_TRUE, SampleScorer, scored_pool
+from selfcal_lightning.confidence.base import MEAN_LOGPROB, P_TRUE, SampleScorer
 from selfcal_lightning.confidence.features import LOGIT, required_confidences
 from selfcal_lightning.confidence.fusion import fit_fusion
 from selfcal_lightning.confidence.scaling import fit_scaler
@@ -45,88 +44,68 @@ CONFIGS = {ACTIVATED: "demo.yaml", JOINT: "demo-joint.yaml"}
 
 class Plan(Options):
     def place(self, seed: int, name: str) -> Path:
-        return self.folder(seed) / name.replace(" ", "_").replace("(", "").replace(")", "").lower()
+        return self.folder(seed) / name
 
     def responses(self, seed: int, name: str) -> Path:
         return self.place(seed, BASE if name == ACTIVATED else name) / "own"
 
+    def run(self, seed: int, name: str, *words: Any) -> None:
+        run(self.place(seed, name) / "log.txt", *map(str, words), threads=self.threads)
+
+    def generate(self, seed: int, name: str, *place: Any, split: str, limit: int) -> None:
+        self.run(
+            seed, name, "generate", *place, "--task", f"[{TASK}]", "--split", SPLITS[split], "--store_split", split,
+            "--limit", limit, "--num_samples", self.num_samples, *SAMPLED, "--seed", 1000 + seed,
+        )  # fmt: skip
+
 
 def run_seed(plan: Plan, seed: int) -> None:
+    own, adapter = plan.responses(seed, BASE), plan.place(seed, ACTIVATED) / "adapter"
     sample(plan, seed, BASE, model="bundled")
     calibrate(plan, seed, JOINT)
-    sample(plan, seed, JOINT, model=str(plan.place(seed, JOINT) / "calibrated"))
+    sample(plan, seed, JOINT, model=plan.place(seed, JOINT) / "calibrated")
     calibrate(plan, seed, ACTIVATED)
-    score_awake(plan, seed)
-    probe(plan, seed)
-    sample_asleep(plan, seed)
+    base = ("--store_dir", own, "--model", "bundled")
+    for split in SPLITS:
+        plan.run(
+            seed, ACTIVATED, "score", "--estimator", "p_true", *base, "--adapter", adapter, "--name", AWAKE,
+            "--split", split, "--engine.max_batch", 512,
+        )  # fmt: skip
+    fitted = plan.place(seed, PROBE) / "fitted"
+    if not fitted.exists():
+        pool = plan.place(seed, "samples")
+        plan.run(seed, PROBE, "fit-probe", "--pool", pool, "--output", fitted, "--model", "bundled")
+    plan.run(seed, PROBE, "score-questions", "--probe", fitted, *base, "--name", PROBE)
+    # Some in-domain questions again, the adapter loaded and asleep: their texts must be those of the base.
+    place = ("--model", "bundled", "--adapter", adapter, "--store_dir", plan.place(seed, ACTIVATED) / "asleep")
+    plan.generate(seed, ACTIVATED, *place, split="id", limit=plan.asleep)
 
 
 def calibrate(plan: Plan, seed: int, name: str) -> None:
     folder = plan.place(seed, name)
     if not (folder / "adapter" / "adapter_config.json").exists():
         config = write_configuration(folder / "config.yaml", configuration_of(plan, seed, name))
-        run(folder / "log.txt", "fit", "--config", str(config), threads=plan.threads)
+        plan.run(seed, name, "fit", "--config", config)
     if name != ACTIVATED and not (folder / "calibrated" / "config.json").exists():
-        places = ("--adapter", str(folder / "adapter"), "--output_dir", str(folder / "calibrated"))
-        run(folder / "log.txt", "export", *places, threads=plan.threads)
+        plan.run(seed, name, "export", "--adapter", folder / "adapter", "--output_dir", folder / "calibrated")
 
 
 def configuration_of(plan: Plan, seed: int, name: str) -> dict[str, Any]:
     folder = plan.place(seed, name)
-    config = configuration(CONFIGS.get(name, CONFIGS[JOINT]), seed=seed, folder=folder, adapter=folder / "adapter")
+    config = configuration(CONFIGS[name], seed=seed, folder=folder, adapter=folder / "adapter")
     data = train_on(config, plan.place(seed, "samples"), limit=plan.training)
     if name != ACTIVATED:
         data["total_tuples"] = 10 * plan.training
     return config
 
 
-def sample(plan: Plan, seed: int, name: str, *, model: str) -> None:
+def sample(plan: Plan, seed: int, name: str, *, model: Any) -> None:
     for split in SPLITS:
-        place = ("--model", model, "--store_dir", str(plan.responses(seed, name)))
-        _generate(plan, seed, name, *place, split=split, limit=plan.parts[split])
-
-
-def score_awake(plan: Plan, seed: int) -> None:
-    folder, store = plan.place(seed, ACTIVATED), plan.responses(seed, BASE)
-    for split in SPLITS:
-        run(
-            folder / "log.txt", "score", "--estimator", "p_true", "--store_dir", str(store), "--model", "bundled",
-            "--adapter", str(folder / "adapter"), "--name", AWAKE, "--split", split, "--engine.max_batch", "512",
-            threads=plan.threads,
-        )  # fmt: skip
-
-
-def probe(plan: Plan, seed: int) -> None:
-    folder, store = plan.place(seed, PROBE), plan.responses(seed, BASE)
-    fitted = folder / "fitted"
-    if not fitted.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        pool = ("--pool", str(plan.place(seed, "samples")), "--output", str(fitted), "--model", "bundled")
-        run(folder / "log.txt", "fit-probe", *pool, threads=plan.threads)
-    run(
-        folder / "log.txt", "score-questions", "--probe", str(fitted), "--store_dir", str(store), "--model", "bundled",
-        "--name", PROBE, threads=plan.threads,
-    )  # fmt: skip
-
-
-def sample_asleep(plan: Plan, seed: int) -> None:
-    """Sample some in-domain questions again, the adapter loaded and asleep: their texts must be those of the base."""
-    folder = plan.place(seed, ACTIVATED)
-    place = ("--model", "bundled", "--adapter", str(folder / "adapter"), "--store_dir", str(folder / "asleep"))
-    _generate(plan, seed, ACTIVATED, *place, split="id", limit=plan.asleep)
-
-
-def _generate(plan: Plan, seed: int, name: str, *place: str, split: str, limit: int) -> None:
-    run(
-        plan.place(seed, name) / "log.txt", "generate", *place, "--task", f"[{TASK}]", "--split", SPLITS[split],
-        "--store_split", split, "--limit", str(limit), "--num_samples", str(plan.num_samples),
-        *SAMPLED, "--seed", str(1000 + seed),
-        threads=plan.threads,
-    )  # fmt: skip
+        place = ("--model", model, "--store_dir", plan.responses(seed, name))
+        plan.generate(seed, name, *place, split=split, limit=plan.parts[split])
 
 
 VOTE_SHARE, PAIRS = "vote_share", "agreeing_pairs"
-LIKELIHOOD = f"{MEAN_LOGPROB}_platt"
 
 
 @dataclass(frozen=True)
@@ -159,7 +138,7 @@ CONTENDERS = (
     _of_base(ACTIVATED, "P(True), activated", confidence=AWAKE, is_trained=True, asks=True),
     _of_joint(JOINT, "P(True), joint", confidence=P_TRUE, is_trained=True, asks=True),
     _of_base("base_platt", "P(True) of the base, Platt", confidence=f"{P_TRUE}_platt", scales=P_TRUE, asks=True),
-    _of_base("likelihood", "mean log-probability, Platt", confidence=LIKELIHOOD, scales=MEAN_LOGPROB),
+    _of_base("likelihood", "mean log-probability, Platt", confidence=f"{MEAN_LOGPROB}_platt", scales=MEAN_LOGPROB),
     _of_base("vote_share", "vote share", confidence=VOTE_SHARE, reads_all=True),
     _of_base("pairs", "agreeing pairs", confidence=PAIRS, reads_all=True),
     _of_base("probe", "linear probe of the prompt", confidence=PROBE, of_question=True),
@@ -217,19 +196,12 @@ def with_agreement(entry: QuestionSamples) -> QuestionSamples:
 
 def fit_on(calibration: Sequence[QuestionSamples], generator: str) -> list[SampleScorer]:
     fitted: list[SampleScorer] = []
-    for contender in CONTENDERS:
-        if contender.generator != generator:
-            continue
-        if contender.scales is not None:
-            fitted.append(fit_scaler(calibration, "platt", source=contender.scales, name=contender.confidence))
-        elif contender.fuses:
-            name = contender.confidence
-            fitted.append(fit_fusion(calibration, contender.fuses, name=name, allow_pool_features=True))
+    for one in (one for one in CONTENDERS if one.generator == generator):
+        if one.scales is not None:
+            fitted.append(fit_scaler(calibration, "platt", source=one.scales, name=one.confidence))
+        elif one.fuses:
+            fitted.append(fit_fusion(calibration, one.fuses, name=one.confidence, allow_pool_features=True))
     return fitted
-
-
-def with_fitted(pool: RecordedPool, fitted: Sequence[SampleScorer]) -> RecordedPool:
-    return replace(pool, entries=scored_pool(pool.entries, fitted))
 
 
 ORDERS = 50
@@ -243,19 +215,13 @@ def vote_curves(pools: Mapping[str, RecordedPool]) -> dict[str, Floats]:
     for generator, pool in pools.items():
         width = len(pool.shortest.samples)
         weights = resample_weights(len(pool.entries), num_resamples=RESAMPLES)
-        for contender in WEIGHING:
-            if contender.generator != generator:
-                continue
+        for contender in (one for one in WEIGHING if one.generator == generator):
             orders = Reshuffles(pool, [None, contender.confidence], width=width, num_reshuffles=ORDERS)
             hits = vote_hits(orders, contender.confidence, range(1, width + 1))
             # Plain votes come first in every table.
             curves.setdefault(PLAIN[generator], hits[False] @ weights)
             curves[contender.key] = hits[True] @ weights
     return curves
-
-
-def over_seeds(rows: Sequence[Mapping[str, Floats]]) -> dict[str, Floats]:
-    return {key: mean_over_seeds(np.array([row[key] for row in rows])) for key in rows[0]}
 
 
 def savings(
@@ -291,18 +257,12 @@ def mean_tokens(pool: RecordedPool) -> tuple[float, int]:
 
 
 def label_of(key: str) -> str:
-    labels = {PLAIN[BASE]: "plain votes", PLAIN[JOINT]: "plain votes of the joint model"}
-    named: dict[str, Contender] = {contender.key: contender for contender in WEIGHING}
-    return labels[key] if key in labels else f"weighted by {named[key].label}"
+    plain = {PLAIN[BASE]: "plain votes", PLAIN[JOINT]: "plain votes of the joint model"}
+    return plain.get(key) or next(f"weighted by {one.label}" for one in WEIGHING if one.key == key)
 
 
 TURNS = 3
 QUESTIONS, SAMPLES = 16, 8
-
-
-def measured_seconds(output: Path, activated: Path, joint: Path) -> dict[str, tuple[float, float]]:
-    found = measured_once(output / "seconds.json", partial(measure_seconds, activated, joint))
-    return {name: tuple(pair) for name, pair in found.items()}
 
 
 def measure_seconds(activated: Path, joint: Path) -> dict[str, tuple[float, float]]:
@@ -312,19 +272,18 @@ def measure_seconds(activated: Path, joint: Path) -> dict[str, tuple[float, floa
     """
     torch.set_num_threads(1)
     questions = get_task(TASK).load("calibration", limit=QUESTIONS)
+    models = {BASE: ("bundled", None), ACTIVATED: ("bundled", str(activated)), JOINT: (str(joint), None)}
     engines = {
-        BASE: TransformersEngine("bundled", max_batch=QUESTIONS * SAMPLES),
-        ACTIVATED: TransformersEngine("bundled", adapter=str(activated), max_batch=QUESTIONS * SAMPLES),
-        JOINT: TransformersEngine(str(joint), max_batch=QUESTIONS * SAMPLES),
+        name: TransformersEngine(model, adapter=adapter, max_batch=QUESTIONS * SAMPLES)
+        for name, (model, adapter) in models.items()
     }
     taken: dict[tuple[str, bool], list[float]] = {}
     for _ in range(TURNS):
         for name, engine in engines.items():
             for asks in (False, True):
                 requests = requests_of(questions, engine.chat, SAMPLING, samples=SAMPLES, asks=asks)
-                started = time.process_time()
-                generate(engine, requests)
-                taken.setdefault((name, asks), []).append((time.process_time() - started) / len(requests))
+                seconds = timed(partial(generate, engine, requests))[1]
+                taken.setdefault((name, asks), []).append(seconds / len(requests))
     for engine in engines.values():
         engine.close()
     plain = {name: statistics.median(taken[name, False]) for name in engines}

@@ -82,7 +82,8 @@ def fit_teacher(options: Options, seed: int) -> Fusion:
     if not path.exists():
         data = SSCDataModule(options.model, "unused", train=training_sources(options))
         chosen = {question.id for question in data.questions("train")}
-        pool = [entry for entry in train_store(options, seed).samples(split="train") if entry.question.id in chosen]
+        store = SampleStore(options.folder(seed) / "samples", num_samples=options.responses)
+        pool = [entry for entry in store.samples(split="train") if entry.question.id in chosen]
         fit_fusion(pool, target="vote_share").save(path)
     return Fusion.load(path)
 
@@ -91,29 +92,19 @@ def training_sources(options: Options) -> list[QuestionSource]:
     return [QuestionSource("word_problems", split="train", limit=options.questions)]
 
 
-def train_store(options: Options, seed: int) -> SampleStore:
-    return SampleStore(options.folder(seed) / "samples", num_samples=options.responses)
-
-
-def auxiliary_settings(options: Options, seed: int) -> dict[str, dict[str, Any]]:
-    teacher = str(options.folder(seed) / "teacher.json")
-    names = adapter_names()
-    return {
-        names[variant]: {key: teacher if value == TEACHER else value for key, value in settings.items()}
-        for variant, settings in VARIANTS.items()
-        if variant != FIRST_VARIANT
-    }
-
-
 def configuration(options: Options, seed: int) -> dict[str, Any]:
     folder = options.folder(seed)
     config = study.configuration(
         "demo.yaml", seed=seed, folder=folder, adapter=folder / "adapter", keep={"AdapterExport"}
     )
     config["trainer"] |= {"logger": False, "enable_checkpointing": False, "default_root_dir": str(folder)}
-    config["model"]["init_args"] |= {
-        "base_model": options.model, "lr": LEARNING_RATE, "auxiliary": auxiliary_settings(options, seed),
-    }  # fmt: skip
+    teacher, names = str(folder / "teacher.json"), adapter_names()
+    auxiliary = {
+        names[variant]: {key: teacher if value == TEACHER else value for key, value in settings.items()}
+        for variant, settings in VARIANTS.items()
+        if variant != FIRST_VARIANT
+    }
+    config["model"]["init_args"] |= {"base_model": options.model, "lr": LEARNING_RATE, "auxiliary": auxiliary}
     data = train_on(config, folder / "samples", limit=options.questions)
     data |= {"num_samples": options.responses, "target": "leave_one_out", "validation": []}
     return config
@@ -126,17 +117,15 @@ def score_variants(options: Options, seed: int) -> Scores:
     module.configure_model()
     folder, names = options.folder(seed), adapter_names()
     for name in names.values():
-        place = folder / ("adapter" if name == FIRST else f"adapter-{name}")
-        load_adapter(module, name, place)
+        load_adapter(module, name, folder / ("adapter" if name == FIRST else f"adapter-{name}"))
     module.eval()
 
     def confidences(batch: SSCBatch) -> dict[str, Tensor]:
         contexts, found = module._contexts(batch), {}
         for variant, name in names.items():
             with adapter_in_use(module.model, peft_name(name)):
-                found[variant] = ask(module.model, contexts, module.chat.query).p_true(
-                    module.chat.query, normalised=True
-                )
+                asked = ask(module.model, contexts, module.chat.query)
+                found[variant] = asked.p_true(module.chat.query, normalised=True)
         return found
 
     return score_rows(options, seed, module, confidences)

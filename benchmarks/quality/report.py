@@ -8,11 +8,14 @@ import argparse
 import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import numpy as np
 from _report_confidences import (
     ACTIVATED,
     BASE,
@@ -24,20 +27,20 @@ from _report_confidences import (
     fit_on,
     label_of,
     mean_tokens,
-    measured_seconds,
-    over_seeds,
+    measure_seconds,
     read_pool,
     run_seed,
     savings,
     vote_curves,
-    with_fitted,
 )
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from shared.estimates import Measured, difference, summary
+from shared.estimates import Measured, difference, mean_over_seeds, summary
 from shared.study import TESTS, Study
 from shared.tables import Criterion, criteria_table, exactly, held, section, show, table, triple
+from shared.timing import measured_once
 
+from selfcal_lightning.confidence.base import scored_pool
 from selfcal_lightning.data.pools.recorded import RecordedPool
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.evaluation.curves import powers_of_two
@@ -65,7 +68,7 @@ def complete(parser: argparse.ArgumentParser, plan: Plan) -> None:
 
 def run_jobs(plan: Plan) -> None:
     with ThreadPoolExecutor(plan.workers) as pool:
-        list(pool.map(lambda seed: run_seed(plan, seed), plan.seeds))
+        list(pool.map(partial(run_seed, plan), plan.seeds))
 
 
 def assemble(plan: Plan) -> dict[str, Any]:
@@ -81,9 +84,12 @@ def assemble(plan: Plan) -> dict[str, Any]:
         }
         for test in TESTS
     }
-    curves = {test: over_seeds([vote_curves(pools[seed, test]) for seed in seeds]) for test in TESTS}
-    first = {kind: plan.place(seeds[0], kind) for kind in (ACTIVATED, JOINT)}
-    seconds = measured_seconds(plan.output, first[ACTIVATED] / "adapter", first[JOINT] / "calibrated")
+    curves = {}
+    for test in TESTS:
+        found = [vote_curves(pools[seed, test]) for seed in seeds]
+        curves[test] = {key: mean_over_seeds(np.array([row[key] for row in found])) for key in found[0]}
+    adapter, joint = plan.place(seeds[0], ACTIVATED) / "adapter", plan.place(seeds[0], JOINT) / "calibrated"
+    seconds = measured_once(plan.output / "seconds.json", partial(measure_seconds, adapter, joint))
     sizes = powers_of_two(plan.num_samples)
     targets = [size for size in (4, 8, 16) if size <= plan.num_samples]
     tokens = {
@@ -116,9 +122,12 @@ def assemble(plan: Plan) -> dict[str, Any]:
 
 
 def read_fitted(plan: Plan, seed: int, test: str) -> dict[str, RecordedPool]:
-    fitted = {name: fit_on(read_pool(plan, seed, name, "calibration").entries, name) for name in (BASE, JOINT)}
-    wanted = {name: read_pool(plan, seed, name, test) for name in (BASE, JOINT)}
-    return {name: with_fitted(pool, fitted[name]) for name, pool in wanted.items()}
+    found = {}
+    for name in (BASE, JOINT):
+        fitted = fit_on(read_pool(plan, seed, name, "calibration").entries, name)
+        pool = read_pool(plan, seed, name, test)
+        found[name] = replace(pool, entries=scored_pool(pool.entries, fitted))
+    return found
 
 
 def changed_texts(plan: Plan, seeds: list[int]) -> tuple[int, int]:
@@ -132,9 +141,6 @@ def changed_texts(plan: Plan, seeds: list[int]) -> tuple[int, int]:
     return sum(one != other for one, other in pairs), len(pairs)
 
 
-FULL = "make report"
-# What that command runs.
-FULL_SEEDS, FULL_SIZES = 3, {"training": 1000, "id": 1000, "ood": 500, "num_samples": 16}
 TITLES = {"id": "in-domain", "ood": "out of domain"}
 METRICS = {
     "ece": "ECE ↓", "auroc": "AUROC ↑", "brier": "Brier ↓", "within_question_auroc": "within-question AUROC ↑",
@@ -152,9 +158,6 @@ def as_markdown(report: Mapping[str, Any]) -> str:
         f"responses, {sizes['calibration']:,} calibration questions x {sizes['num_samples']} with labels for what is "
         "fitted to labels. Means over seeds, 95 % intervals over questions and seeds."
     )
-    is_full = all(sizes[name] >= size for name, size in FULL_SIZES.items()) and len(report["seeds"]) >= FULL_SEEDS
-    if not is_full:
-        head += f" This is less than `{FULL}` alone: three seeds, 1,000 training questions, 1,000 + 500 x 16 responses."
     lines = [
         *section("head", [head]),
         *section("calibration", [*criteria_table(report["criteria"]), *_trained(report), *_sceptic(report)]),
@@ -240,12 +243,10 @@ def _savings(report: Mapping[str, Any]) -> list[str]:
 
 
 def _paid(row: Mapping[str, Any]) -> list[str]:
-    tokens, seconds = row["tokens"], row["seconds"]
-    return [
-        show(row["samples"], digits=2),
-        "-" if tokens is None else f"{tokens:.0f}",
-        "-" if seconds is None else f"{seconds:.3f}",
+    plain = [
+        show((row[unit], None, None), digits=digits, missing="-") for unit, digits in (("tokens", 0), ("seconds", 3))
     ]
+    return [show(row["samples"], digits=2), *plain]
 
 
 def _draw_votes(axes: Axes, votes: Mapping[str, Mapping[str, Sequence[float | None]]]) -> None:
@@ -261,8 +262,8 @@ def _draw_votes(axes: Axes, votes: Mapping[str, Mapping[str, Sequence[float | No
         widths = [int(width) for width in votes[key]]
         values = [entry[0] for entry in votes[key].values()]
         axes.plot(widths, values, style, label=label, color=colour, marker="o", markersize=3, linewidth=1.4)
-        low, high = ([entry[place] for entry in votes[key].values()] for place in (1, 2))
         if key == ACTIVATED:
+            low, high = ([entry[place] for entry in votes[key].values()] for place in (1, 2))
             axes.fill_between(widths, low, high, color=colour, alpha=0.10, linewidth=0)
     axes.set_xscale("log", base=2)
     axes.set_xticks(widths, [str(width) for width in widths])
@@ -304,6 +305,7 @@ def criteria(
 
 if __name__ == "__main__":
     study = Study(
-        "quality/report.py", SIZES, run_jobs, assemble, as_markdown, figure, complete=complete, options=Plan, alone=FULL
-    )
+        "quality/report.py", SIZES, run_jobs, assemble, as_markdown, figure, complete=complete, options=Plan,
+        alone="make report",
+    )  # fmt: skip
     raise SystemExit(study.main())

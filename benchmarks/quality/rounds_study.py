@@ -24,13 +24,7 @@ from selfcal_lightning.metrics.bootstrap import Estimate
 from selfcal_lightning.training.rounds import describe_round, describe_shift, question_targets
 
 ONE = "one round"
-ARMS: dict[str, tuple[int, str]] = {
-    ONE: (1, "replace"),
-    "two, replace": (2, "replace"),
-    "two, mix": (2, "mix"),
-    "three, replace": (3, "replace"),
-    "three, mix": (3, "mix"),
-}
+ARMS = {ONE: 1, "two, replace": 2, "three, replace": 3}  # rounds
 BASE = "base"
 METRICS = {"ECE": "calibration/ECE", "AUROC": "discrimination/AUROC", "pass@1": "accuracy/PassAt1"}
 DRIFT = {
@@ -63,17 +57,9 @@ def run_arms(
         list(pool.map(lambda seed: sample_test(options, BASE, seed, "bundled"), options.seeds))
 
 
-def arguments(parser: argparse.ArgumentParser) -> None:
-    rules = ["replace", "mix"]
-    parser.add_argument("--rules", nargs="+", choices=rules, default=rules, help="of the arms with more rounds")
-
-
 def complete(parser: argparse.ArgumentParser, options: Options) -> None:
-    for name in [name for name, (_, rule) in ARMS.items() if name != ONE and rule not in options.rules]:
-        del ARMS[name]
-    for rounds, _ in ARMS.values():
-        if options.responses % rounds or options.tuples % (rounds * 32):
-            parser.error("--responses must be a multiple of 6, and --tuples of 192, so that all arms cost the same")
+    if options.responses % 6 or options.tuples % 192:
+        parser.error("--responses must be a multiple of 6, and --tuples of 192, so that all arms cost the same")
 
 
 def folder_of(options: argparse.Namespace, arm: str, seed: int) -> Path:
@@ -113,8 +99,7 @@ def copy_atomically(source: Path, target: Path) -> None:
 
 
 def configuration(options: argparse.Namespace, arm: str, seed: int) -> dict[str, Any]:
-    """Return the demo's configuration with this seed, the study's sizes and the arm's rounds."""
-    folder, (rounds, rule) = folder_of(options, arm, seed), ARMS.get(arm, (1, "replace"))
+    folder, rounds = folder_of(options, arm, seed), ARMS.get(arm, 1)
     keep = {"SSCGeneration", "AdapterExport"}
     config = shared.configuration("demo-joint.yaml", seed=seed, folder=folder, adapter=folder / "adapter", keep=keep)
     config["trainer"] |= {"max_epochs": rounds, "reload_dataloaders_every_n_epochs": 1}
@@ -124,7 +109,7 @@ def configuration(options: argparse.Namespace, arm: str, seed: int) -> dict[str,
         "num_samples": options.responses // rounds,
         "total_tuples": options.tuples // rounds,
         "regenerate_every_n_epochs": 1 if rounds > 1 else None,
-        "round_rule": rule,
+        "round_rule": "replace",
         "validation": [],
     }
     return config
@@ -141,14 +126,13 @@ def sample_test(options: argparse.Namespace, arm: str, seed: int, model: str) ->
 
 def assemble(options: Options) -> dict[str, Any]:
     arms = arm_values(options, ONE, ARMS, "minus_one_round")
-    for arm, (rounds, _) in ARMS.items():
+    for arm, rounds in ARMS.items():
         store = samples_of(options, arm, options.seeds[0])  # what was sampled is counted there, in the first seed
         responses = sum(len(store.index(split="train", round=number)) for number in range(rounds))
         cost = {"responses": responses, "tuples": options.tuples // rounds * rounds}
         arms[arm] |= {"cost": cost, "rounds": [drift(options, arm, one) for one in range(rounds)]}
-    sizes = options.sizes("questions", "responses", "tuples", "test", "num_samples", "seeds", "rules")
     return {
-        "sizes": sizes,
+        "sizes": options.sizes("questions", "responses", "tuples", "test", "num_samples", "seeds"),
         "training": training_of(configuration(options, ONE, options.seeds[0])),
         "arms": arms,
         "minutes": options.minutes,
@@ -193,7 +177,7 @@ def plain(entry: Estimate) -> dict[str, float | None]:
 
 
 def samples_of(options: argparse.Namespace, arm: str, seed: int) -> SampleStore:
-    return SampleStore(folder_of(options, arm, seed) / "samples", num_samples=options.responses // ARMS[arm][0])
+    return SampleStore(folder_of(options, arm, seed) / "samples", num_samples=options.responses // ARMS[arm])
 
 
 def drift(options: argparse.Namespace, arm: str, number: int) -> dict[str, float]:
@@ -221,8 +205,8 @@ def as_markdown(study: Mapping[str, Any]) -> str:
     ]
     rows = []
     for arm, entry in arms.items():
-        cost = entry.get("cost", {"responses": 0, "tuples": 0})
-        rows.append([arm, f"{cost['responses']:,}", f"{cost['tuples']:,}", *map(show, entry["values"].values())])
+        costs = [f"{entry.get('cost', {}).get(name, 0):,}" for name in ("responses", "tuples")]
+        rows.append([arm, *costs, *map(show, entry["values"].values())])
     lines += table(["arm", "responses sampled", "tuples", *METRICS], rows)
     rows = [[arm, *map(show, arms[arm]["minus_one_round"].values())] for arm in trained if arm != ONE]
     lines += ["", *table([f"minus {ONE}", *METRICS], rows), ""]
@@ -241,6 +225,6 @@ def describe_training(study: Mapping[str, Any]) -> str:
 if __name__ == "__main__":
     study = Study(
         "quality/rounds_study.py", SIZES, lambda options: run_arms(options, ONE, ARMS, calibrate), assemble,
-        as_markdown, arguments=arguments, quick=QUICK, complete=complete, layout={"indent": 1},
+        as_markdown, quick=QUICK, complete=complete, layout={"indent": 1},
     )  # fmt: skip
     raise SystemExit(study.main())

@@ -7,6 +7,7 @@ on calibration questions.
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from shared.tables import show, table
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.metrics.arrays import AUROC, BRIER, ECE, WITHIN_QUESTION_AUROC
 from selfcal_lightning.metrics.bootstrap import Estimate, calibration_error_bounds
+from selfcal_lightning.records import Sample
 
 SPLITS = {"calibration": "calibration", "in-domain test": "test_id", "out-of-domain test": "test_ood"}
 METRICS = {"Brier": BRIER, "ECE": ECE, "AUROC": AUROC, "within-question AUROC": WITHIN_QUESTION_AUROC}
@@ -95,15 +97,16 @@ def read_scores(options: Options, seed: int) -> dict[str, np.ndarray]:
     for name in ("scores.npz", "learned_token.npz"):
         with np.load(folder / name) as scores:
             found |= {variant: scores[variant] for variant in scores.files}
-    samples = [s for split in options.splits for entry in judged(options, seed, split) for s in entry.samples]
+    samples = [sample for split in options.splits for sample in judged(options, seed, split)]
     teacher = targets_training.fit_teacher(options, seed)
     found[BASE] = np.array([one.p_true for one in samples], dtype=float)
     found[TAUGHT_BY] = np.array([teacher.score_sample(one) for one in samples], dtype=float)
     return {name: found[name] for name in (BASE, TAUGHT_BY, *targets_training.VARIANTS, targets_training.LEARNED_TOKEN)}
 
 
-def judged(options: Options, seed: int, split: str) -> list[Any]:
-    return list(SampleStore(options.folder(seed) / "judged").samples(split=split))[: options.splits[split]]
+def judged(options: Options, seed: int, split: str) -> list[Sample]:
+    entries = islice(SampleStore(options.folder(seed) / "judged").samples(split=split), options.splits[split])
+    return [sample for entry in entries for sample in entry.samples]
 
 
 def assemble(options: Options) -> dict[str, Any]:
@@ -126,39 +129,35 @@ def table_of(options: Options, split: str, scores: Mapping[int, targets_training
     rows = {}
     for variant in parts[0]:
         mine = [part[variant] for part in parts]
-        rows[variant] = {"values": {short: value_of(mine, metric) for short, metric in METRICS.items()}}
-        for name, against in AGAINST.items():
-            others = [part[against] for part in parts]
-            rows[variant][name] = {short: change_of(mine, others, metric) for short, metric in METRICS.items()}
+        rows[variant] = {"values": estimates(mine)}
+        rows[variant] |= {name: estimates(mine, [part[other] for part in parts]) for name, other in AGAINST.items()}
     return rows
 
 
-def value_of(mine: Sequence[Mapping[str, Any]], metric: str) -> dict[str, float | None]:
-    if metric == ECE:
-        return plain(Estimate.from_bounds(mean_bounds([one[ECE] for one in mine]), least=0.0, most=1.0))
-    return estimate(np.stack([one[metric] for one in mine]))
-
-
-def change_of(
-    mine: Sequence[Mapping[str, Any]], others: Sequence[Mapping[str, Any]], metric: str
-) -> dict[str, float | None]:
-    if metric == ECE:
-        errors, theirs = (mean_bounds([one[ECE] for one in side]) for side in (mine, others))
-        return plain(Estimate.from_bounds(errors.minus(theirs), least=-1.0, most=1.0))
-    return estimate(np.stack([one[metric] - other[metric] for one, other in zip(mine, others, strict=True)]))
+def estimates(
+    mine: Sequence[Mapping[str, Any]], others: Sequence[Mapping[str, Any]] = ()
+) -> dict[str, dict[str, float | None]]:
+    """Return the metrics of a variant over its seeds, or what they differ by from those of others."""
+    found = {}
+    for short, metric in METRICS.items():
+        columns, theirs = ([one[metric] for one in side] for side in (mine, others))
+        if metric == ECE:
+            errors = mean_bounds(columns).minus(mean_bounds(theirs)) if theirs else mean_bounds(columns)
+            found[short] = plain(Estimate.from_bounds(errors, least=-1.0 if theirs else 0.0, most=1.0))
+        else:
+            found[short] = estimate(np.stack(columns) - (np.stack(theirs) if theirs else 0.0))
+    return found
 
 
 def columns_of(options: Options, split: str, seed: int, scores: targets_training.Scores) -> dict[str, dict[str, Any]]:
-    entries = {name: judged(options, seed, name) for name in options.splits}
-    sizes = {name: sum(len(entry.samples) for entry in found) for name, found in entries.items()}
     names = list(options.splits)
-    start = sum(sizes[name] for name in names[: names.index(split)])
-    correct = np.array([bool(sample.correct) for entry in entries[split] for sample in entry.samples])
-    question = np.array([entry.question.id for entry in entries[split] for _ in entry.samples])
+    start = sum(len(judged(options, seed, name)) for name in names[: names.index(split)])
+    samples = judged(options, seed, split)
+    correct, question = np.array([bool(one.correct) for one in samples]), np.array([one.question_id for one in samples])
     wanted = [metric for metric in METRICS.values() if metric != ECE]
     found = {}
     for variant, values in scores.items():
-        columns = values[start : start + sizes[split]].clip(0.0, 1.0), correct, question
+        columns = values[start : start + len(samples)].clip(0.0, 1.0), correct, question
         errors = calibration_error_bounds(*columns, num_resamples=RESAMPLES)
         found[variant] = {**metric_columns(columns, wanted, num_resamples=RESAMPLES), ECE: errors}
     return found

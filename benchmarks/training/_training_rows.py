@@ -150,14 +150,10 @@ def collator_of(chat: ChatFormat, *, shared_prefix: bool, multiple: int = 8) -> 
     return SSCCollator(chat, max_length=MAX_LENGTH, shared_prefix=shared_prefix, pad_to_multiple_of=multiple)
 
 
-@dataclass(frozen=True)
-class Load:
+class Load(NamedTuple):
     tokens: int
     pairs: int
     logits: int
-
-    def __add__(self, other: Load) -> Load:
-        return Load(self.tokens + other.tokens, self.pairs + other.pairs, self.logits + other.logits)
 
 
 def training_flops(size: Mapping[str, int], rank: int, load: Load) -> int:

@@ -17,10 +17,9 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial, reduce
-from operator import add
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,6 +27,7 @@ from _training_rows import (
     LORA,
     SIZES,
     Lengths,
+    Load,
     TrainingRows,
     bundled_chat,
     collator_of,
@@ -44,8 +44,7 @@ FLEX_MULTIPLE = 512  # packed rows of few widths, so that little is compiled aga
 SAMPLES = 8
 
 
-@dataclass(frozen=True)
-class Setting:
+class Setting(NamedTuple):
     size: str
     lengths: Lengths
     rows: int
@@ -152,7 +151,8 @@ def train(device: str, setting: Setting, job: Job, seconds: float) -> dict[str, 
     way = partial(shared_prefix, multiple=FLEX_MULTIPLE) if job.attention == FLEX else WAYS[job.way]
     work = way(rows, chat, batch, device)
     size = SIZES[setting.size]
-    least, own = (reduce(add, (o.load for o in made)) for made in (shared_prefix(rows, chat, batch, "cpu"), work))
+    packed = shared_prefix(rows, chat, batch, "cpu")
+    least, own = (Load(*map(sum, zip(*(one.load for one in made), strict=True))) for made in (packed, work))
     optimizer = torch.optim.AdamW([p for p in module.parameters() if p.requires_grad], lr=0.0)
     step = partial(_step, module, work, optimizer, device)
     first = _seconds(step, device)

@@ -19,7 +19,7 @@ from selfcal_lightning.engines.openai.engine import OpenAIEngine
 from selfcal_lightning.engines.vllm.process import worker_environment
 from selfcal_lightning.models.chat_format import load_tokenizer
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")

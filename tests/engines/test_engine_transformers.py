@@ -1,27 +1,33 @@
+"""The transformers engine: the contract, architectures, precision, memory, nested queries, and states of prompts."""
+
 import json
 import logging
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
 import transformers
+from numpy.typing import NDArray
 from peft import LoraConfig, get_peft_model
-from support.continuation_contract import PositionContract
-from support.engine_contract import EngineContract
-from support.engine_reference import EDT, QUESTIONS, Reference
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from support.engine_contract import EDT, QUESTIONS, EngineContract, Reference
+from support.other_models import plain_copy
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
+from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.engines.base import Engine, generate
 from selfcal_lightning.engines.sampling.sampler import is_complete, store_fingerprint
+from selfcal_lightning.engines.settings import LevelSettings
 from selfcal_lightning.engines.transformers import slots as slot_state
 from selfcal_lightning.engines.transformers.engine import TransformersEngine
 from selfcal_lightning.engines.transformers.model import CachedModel
-from selfcal_lightning.engines.transformers.prefixes import NestedRow, nested_batch, nested_rows
+from selfcal_lightning.engines.transformers.prompt_states import decoder_layers
 from selfcal_lightning.engines.transformers.slots import SlotRows
 from selfcal_lightning.models.chat_format import ChatFormat, load_tokenizer
 from selfcal_lightning.records import Message, Request, SamplingSettings
@@ -31,6 +37,8 @@ SMALL: dict[str, Any] = {
     "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 256, "pad_token_id": 0, "bos_token_id": 1,
     "eos_token_id": 4,
 }  # fmt: skip
+PROMPTS = [[5, 9, 11], [7], [5, 9, 11, 40, 41, 42, 43, 44], [12, 13, 14, 15]]
+EACH = LevelSettings(average=False)
 MIXED_LAYERS = ["sliding_attention", "full_attention", "sliding_attention"]
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "Qwen2": {},
@@ -46,7 +54,9 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-class TestTransformersEngine(PositionContract, EngineContract):
+class TestTransformersEngine(EngineContract):
+    draws_by_position = True
+
     def make_engine(self, path: str) -> Engine:
         return TransformersEngine(path, dtype="float32", device="cpu", max_batch=16, max_context=self.max_context)
 
@@ -100,15 +110,10 @@ def test_unsupported_models_are_refused_by_name(chat: ChatFormat) -> None:
     model.config.layer_types = ["linear_attention", "full_attention"]
     with pytest.raises(ValueError, match=r"but got \['linear_attention'\]"):
         TransformersEngine.from_model(model, chat)
-    for dtype, message in (("int8", "Expected `dtype`"), ("float32", "Expected `model` to name a causal")):
-        with pytest.raises(ValueError, match=message):
-            TransformersEngine("/no/such/model", dtype=dtype, chat=chat)
-
-
-@pytest.mark.parametrize(("option", "value"), [("max_batch", 0), ("max_context", 1), ("max_context", 10**6)])
-def test_settings_out_of_range_are_refused(tiny_model: str, option: str, value: int) -> None:
-    with pytest.raises(ValueError, match=f"Expected `{option}`"):
-        TransformersEngine(tiny_model, **{option: value})
+    with pytest.raises(ValueError, match="Expected `model` to name a causal"):
+        TransformersEngine("/no/such/model", chat=chat)
+    with pytest.raises(ValueError, match="Expected `max_context`"):
+        TransformersEngine(chat.tokenizer.name_or_path, max_context=10**6)
 
 
 @pytest.mark.slow
@@ -121,13 +126,6 @@ def test_texts_do_not_depend_on_the_number_of_slots(tiny_model: str, reference: 
         texts.append({response.request_id: response.text for response in generate(engine, chosen)})
     assert texts[1] == texts[2]
     assert texts[0].items() <= texts[1].items()
-
-
-def test_a_longer_limit_extends_the_same_text(tiny_model: str, reference: Reference) -> None:
-    engine = TransformersEngine(tiny_model, dtype="float32")
-    short, long = (generate(engine, reference.requests(replace(EDT, max_new_tokens=n), count=2)) for n in (9, 64))
-    for cut, whole in zip(short, long, strict=True):
-        assert whole.token_ids[: len(cut.token_ids)] == cut.token_ids
 
 
 class _Spy(CachedModel):
@@ -276,13 +274,6 @@ def test_only_what_was_begun_is_thrown_away_and_a_closed_engine_says_so(tiny_mod
         engine.poll()
 
 
-def test_a_prompt_of_one_token_is_served(tiny_model: str, reference: Reference) -> None:
-    engine = TransformersEngine(tiny_model, dtype="float32")
-    requests = [Request(str(seed), (1,), SamplingSettings(max_new_tokens=4), seed=seed) for seed in range(5)]
-    for response in generate(engine, requests):
-        assert response.logprob == pytest.approx(reference.logprob((1,), response.token_ids), abs=1e-4)
-
-
 def _loud_model(path: str, folder: Path) -> str:
     """Write the bundled model in bfloat16 with logits as large as those of large models, unsure of Yes and No."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
@@ -290,21 +281,9 @@ def _loud_model(path: str, folder: Path) -> str:
     head = torch.nn.Linear(*reversed(model.lm_head.weight.shape), bias=False)
     head.weight.data = model.lm_head.weight.data.clone() * 2.0
     model.lm_head = head
+    plain_copy(path, folder)
     model.bfloat16().save_pretrained(folder)
-    for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        (folder / file).write_bytes((Path(path) / file).read_bytes())
     return str(folder)
-
-
-@pytest.mark.parametrize("is_slow", [True, False])
-def test_a_cpu_that_is_slow_in_bfloat16_is_said(
-    tiny_model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], is_slow: bool
-) -> None:
-    monkeypatch.setattr("torch.ops.mkldnn._is_mkldnn_bf16_supported", lambda: not is_slow)
-    TransformersEngine(tiny_model, dtype="float32", device="cpu").close()
-    assert "bfloat16" not in capsys.readouterr().err
-    TransformersEngine(tiny_model, dtype="bfloat16", device="cpu").close()
-    assert ("this CPU has no instructions for bfloat16" in capsys.readouterr().err) == is_slow
 
 
 def test_p_true_in_half_precision_is_read_in_float32(tiny_model: str, tmp_path: Path) -> None:
@@ -353,30 +332,6 @@ def test_a_store_knows_the_dtype_of_the_output_layer(tiny_model: str, tmp_path: 
         SampleStore.create_or_open(tmp_path / "single", half, num_samples=2, engine={})
 
 
-def test_every_nested_context_is_in_one_row() -> None:
-    contexts = [(1,), (1, 2), (1, 3), (1, 3, 4), (2,), (1, 2), ()]
-    rows = nested_rows(contexts)
-    assert sorted(member for row in rows for member in row.members) == list(range(len(contexts)))
-    for row in rows:
-        trunk = contexts[row.members[0]]
-        assert [contexts[member] for member in row.members] == [trunk[:end] for end in row.ends]
-    assert len(rows) == 3, "(2,), (1, 3, 4) with (1, 3), and (1, 2) with all that begins it"
-
-
-def test_a_tail_sees_its_own_context_alone() -> None:
-    """A trunk a b c with tails of two tokens behind c and behind a, and a shorter row of one tail."""
-    rows = [NestedRow((0, 1), (3, 1)), NestedRow((2,), (2,))]
-    ids, positions, visible, last = nested_batch(rows, [(5, 6, 7), (5,), (8, 9)], (1, 2))
-    assert ids.tolist() == [[1, 2, 1, 2, 5, 6, 7], [1, 2, 0, 0, 8, 9, 0]]
-    assert positions.tolist() == [[3, 4, 1, 2, 0, 1, 2], [2, 3, 0, 0, 0, 1, 0]]
-    assert last.tolist() == [1, 3]
-    first, second = visible[:, 0].int()
-    seen = ["".join(map(str, row)) for row in first.tolist()]
-    assert seen == ["1000111", "1100111", "0010100", "0011100", "0000100", "0000110", "0000111"]
-    assert second[[2, 3, 6]].tolist() == torch.eye(7, dtype=torch.int)[[2, 3, 6]].tolist(), "padding sees itself"
-    assert second[1].tolist() == [1, 1, 0, 0, 1, 1, 0]
-
-
 def test_a_response_is_read_once_for_all_its_steps(shallow_model: str) -> None:
     engine = TransformersEngine(shallow_model, device="cpu", dtype="float32")
     query, response = engine.chat.query.suffix_ids, tuple(range(20, 60))
@@ -389,3 +344,70 @@ def test_a_response_is_read_once_for_all_its_steps(shallow_model: str) -> None:
     for prompt, row in zip(prompts, together, strict=True):
         (alone,) = engine.next_token_probabilities([prompt], range(50))
         torch.testing.assert_close(torch.tensor(row), torch.tensor(alone), atol=1e-6, rtol=0.0)
+
+
+@pytest.fixture(scope="module")
+def plain_engine(tiny_model: str) -> Iterator[TransformersEngine]:
+    engine = TransformersEngine(tiny_model)
+    yield engine
+    engine.close()
+
+
+def plain_states(network: torch.nn.Module, prompt: list[int]) -> NDArray[np.float32]:
+    """Return what transformers gives for one prompt without padding, [levels, tokens, D]."""
+    with torch.no_grad():
+        states = network(torch.tensor([prompt]), output_hidden_states=True).hidden_states
+    return torch.cat(states).numpy()
+
+
+def test_they_are_the_model_s_own_states(plain_engine: TransformersEngine, tiny_model: str) -> None:
+    network = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    states = plain_engine.prompt_states(PROMPTS, EACH)
+    assert states.last_token.shape == states.token_mean.shape == (4, network.config.num_hidden_layers + 1, 128)
+    for row, prompt in enumerate(PROMPTS):
+        expected = plain_states(network, prompt)
+        np.testing.assert_allclose(states.last_token[row], expected[:, -1], atol=2e-4, rtol=1e-4)
+        np.testing.assert_allclose(states.token_mean[row], expected.mean(1), atol=2e-4, rtol=1e-4)
+
+
+def test_levels_are_chosen_and_averaged(plain_engine: TransformersEngine) -> None:
+    each = plain_engine.prompt_states(PROMPTS, EACH).last_token
+    some = plain_engine.prompt_states(PROMPTS, LevelSettings((0, 3, -1), average=False)).last_token
+    np.testing.assert_array_equal(some, each[:, [0, 3, each.shape[1] - 1]])
+    mean = plain_engine.prompt_states(PROMPTS, LevelSettings((0, 3, -1))).last_token
+    np.testing.assert_allclose(mean[:, 0], some.mean(1), rtol=1e-5)
+
+
+def test_the_last_level_is_read_behind_or_before_the_final_norm(
+    plain_engine: TransformersEngine, tiny_model: str
+) -> None:
+    norm = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).get_decoder().norm
+    behind = plain_engine.prompt_states(PROMPTS, LevelSettings((-1,))).last_token
+    before = plain_engine.prompt_states(PROMPTS, LevelSettings((-1,), final_norm=False)).last_token
+    assert np.abs(before).mean() > 2 * np.abs(behind).mean()
+    with torch.no_grad():
+        np.testing.assert_allclose(norm(torch.from_numpy(before)).numpy(), behind, atol=1e-4, rtol=1e-4)
+    inner = [
+        plain_engine.prompt_states(PROMPTS, LevelSettings((2,), final_norm=norm)).last_token for norm in (True, False)
+    ]
+    np.testing.assert_array_equal(*inner)
+
+
+def test_levels_and_prompts_that_there_are_not_are_refused(plain_engine: TransformersEngine) -> None:
+    with pytest.raises(InputError, match="Expected prompts of 1 to"):
+        plain_engine.prompt_states([[]], EACH)
+    for levels in ((9,), (1, 1), (0, -9)):
+        with pytest.raises(InputError, match="`levels` to be distinct and from 0, the embedding, to 8"):
+            plain_engine.prompt_states(PROMPTS, LevelSettings(levels))
+
+
+def test_models_of_another_build(tiny_model: str) -> None:
+    """GPT-2 names its parts otherwise, and adds positions before its first layer."""
+    network = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=32, n_embd=16, n_layer=3, n_head=2)).eval()
+    chat = TransformersEngine(tiny_model).chat
+    states = TransformersEngine.from_model(network, chat).prompt_states(PROMPTS, EACH)
+    for row, prompt in enumerate(PROMPTS):
+        np.testing.assert_allclose(states.last_token[row], plain_states(network, prompt)[:, -1], atol=1e-5, rtol=1e-4)
+    network.get_decoder().twin = torch.nn.ModuleList([torch.nn.Identity() for _ in range(3)])
+    with pytest.raises(InputError, match="one list of its 3 layers, but got 2 in GPT2Model"):
+        decoder_layers(network.get_decoder())

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.engine_contract import EngineContract
-from support.engine_reference import EDT, GREEDY, QUESTIONS, Reference
+from support.engine_contract import EDT, GREEDY, QUESTIONS, EngineContract, Reference
 from support.processes import is_running, wait_until
 from support.vllm_server import CONTEXT, small_vllm
 from transformers import AutoModelForCausalLM
@@ -76,14 +75,6 @@ class TestContract(EngineContract):
     @pytest.fixture(scope="class")
     def engine(self, vllm_engine: VLLMEngine) -> VLLMEngine:
         return vllm_engine
-
-
-def test_the_child_sees_nothing_of_the_launcher(vllm_engine: VLLMEngine) -> None:
-    environment = Path(f"/proc/{vllm_engine.pid}/environ").read_bytes().split(b"\0")
-    names = {entry.split(b"=")[0].decode() for entry in environment}
-    launcher = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"}
-    assert not names & launcher
-    assert os.getpgid(vllm_engine.pid) == vllm_engine.pid
 
 
 def test_cancelling_saves_steps(vllm_engine: VLLMEngine, reference: Reference) -> None:

@@ -28,6 +28,14 @@ from selfcal_lightning.records import Response, Sample, SamplingSettings, sample
 WORKER = Path(__file__).resolve().parents[1] / "support" / "kill_worker.py"
 
 
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Groups:
+    """What a run leaves that nothing disturbs."""
+    path = tmp_path_factory.mktemp("unbroken")
+    sample_share(path)
+    return contents(path)
+
+
 def test_rows_are_the_engines_responses_read_and_judged(tmp_path: Path) -> None:
     engine, chat = FakeEngine(), FakeChat()
     questions = fake_questions(6, reference="03")

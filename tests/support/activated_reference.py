@@ -10,7 +10,7 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
-from support.engine_reference import EDT, QUESTIONS, Reference, masses
+from support.engine_contract import EDT, QUESTIONS, Reference, masses
 from support.other_models import plain_copy
 from transformers import AutoModelForCausalLM
 

@@ -1,4 +1,4 @@
-"""What every engine must do, whatever is inside it.
+"""What every engine must do, whatever is inside it; and the plain forward pass that it is held against.
 
 A test module subclasses ``EngineContract`` and overrides ``make_engine`` (and, where an engine is expensive to build,
 the scope of the fixture ``engine``). The model is the float32 ``tiny_model``; every number is checked against a plain
@@ -7,26 +7,78 @@ Hugging Face forward pass that shares no code with the engines.
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from scipy import stats
-from support.continuation_contract import ContinuationContract
-from support.engine_reference import EDT, FIXED, GREEDY, QUESTIONS, Reference
+from transformers import AutoModelForCausalLM
 
 from selfcal_lightning.engines.base import Engine, generate
 from selfcal_lightning.engines.transformers.slots import dynamic_temperature
+from selfcal_lightning.models.chat_format import ChatFormat, load_tokenizer
 from selfcal_lightning.models.folders import weights_sha256
-from selfcal_lightning.records import Request, SamplingSettings
+from selfcal_lightning.records import ConfidenceQuery, Message, Request, SamplingSettings
 
 NUM_ONE_TOKEN_SAMPLES = 1024
+QUESTIONS = (
+    "Ivan has 76 plums. Zoe has 78 more than Ivan. Paul has 58 more than Zoe. How many plums do Zoe and Paul have?",
+    "Mia has 5 pens. Tom has 3 more than Mia. How many pens do Mia and Tom have together?",
+    "There are 12 apples. 4 apples are eaten. How many are left?",
+)
+EDT = SamplingSettings(max_new_tokens=64)
+FIXED = SamplingSettings(temperature=0.7, edt_scale=None, max_new_tokens=64)
+GREEDY = SamplingSettings(temperature=0.0, edt_scale=None, max_new_tokens=64)
 
 
-class EngineContract(ContinuationContract, ABC):
+def masses(p: torch.Tensor, query: ConfidenceQuery) -> tuple[float, float]:
+    """Return the masses on Yes and on No of probabilities [V]."""
+    return p[list(query.yes_ids)].sum().item(), p[list(query.no_ids)].sum().item()
+
+
+class Reference:
+    """The model as a plain forward pass, one sequence at a time."""
+
+    def __init__(self, path: str) -> None:
+        self.chat = ChatFormat(load_tokenizer(path))
+        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+
+    @torch.no_grad()
+    def logits(self, ids: Sequence[int]) -> torch.Tensor:
+        """Return the logits after every token, [len(ids), vocabulary], float64."""
+        return self.model(torch.tensor([list(ids)])).logits[0].double()
+
+    def next_probabilities(self, ids: Sequence[int]) -> torch.Tensor:
+        return self.logits(ids)[-1].softmax(-1)
+
+    def masses(self, context: Sequence[int], query: ConfidenceQuery | None = None) -> tuple[float, float]:
+        """Return the masses on Yes and on No after a query that follows ``context``."""
+        query = query or self.chat.query
+        return masses(self.next_probabilities((*context, *query.suffix_ids)), query)
+
+    def logprob(self, context: Sequence[int], tokens: Sequence[int]) -> float:
+        logits = self.logits((*context, *tokens))[len(context) - 1 : -1]
+        return logits.log_softmax(-1).gather(-1, torch.tensor(tokens)[:, None]).sum().item()
+
+    def prompt(self, question: str) -> tuple[int, ...]:
+        return self.chat.prompt_ids([Message("user", question)])
+
+    def requests(self, sampling: SamplingSettings, *, count: int) -> list[Request]:
+        """Return ``count`` requests for each question, ids "q/j"."""
+        return [
+            Request(f"{q}/{j}", self.prompt(question), sampling, seed=1000 * q + j, query=self.chat.query)
+            for q, question in enumerate(QUESTIONS)
+            for j in range(count)
+        ]
+
+
+class EngineContract(ABC):
     """The tests. ``engine`` has room for a context of ``max_context`` tokens, which is at most the model's own."""
+
+    max_context = 256
+    draws_by_position = False  # whether token i of a response is drawn with number i of its stream, wherever it begins
 
     @abstractmethod
     def make_engine(self, path: str) -> Engine:
@@ -37,10 +89,6 @@ class EngineContract(ContinuationContract, ABC):
         engine = self.make_engine(tiny_model)
         yield engine
         engine.close()
-
-    @pytest.fixture(scope="class")
-    def reference(self, tiny_model: str) -> Reference:
-        return Reference(tiny_model)
 
     def test_responses_come_back_whole(self, engine: Engine, reference: Reference) -> None:
         requests = reference.requests(EDT, count=4)
@@ -100,8 +148,11 @@ class EngineContract(ContinuationContract, ABC):
         again = [replace(request, seed=request.seed + 1) for request in requests if request.id in dropped]
         assert {r.request_id for r in generate(engine, again)} == dropped
 
-    def test_cancelling_tells_what_was_thrown_away(self, engine: Engine, reference: Reference) -> None:
-        requests = reference.requests(EDT, count=8)
+    @pytest.mark.parametrize("prefix", ["", "First 76+78=154. So "])
+    def test_cancelling_tells_what_was_thrown_away(self, engine: Engine, reference: Reference, prefix: str) -> None:
+        """It is what was drawn: a prefix is no part of it."""
+        prefix_ids = reference.chat.response_ids(prefix)
+        requests = [replace(request, prefix_ids=prefix_ids) for request in reference.requests(EDT, count=8)]
         whole = {r.request_id: len(r.token_ids) for r in generate(engine, requests)}
         thrown_away = 0
         for _ in range(20):  # on a busy machine all responses may be there before anything can be cancelled
@@ -209,6 +260,94 @@ class EngineContract(ContinuationContract, ABC):
         fits = reference.requests(EDT, count=1)
         with pytest.raises(ValueError, match=rf"{len(prompt[: self.max_context])}.*{self.max_context}"):
             engine.submit([*fits, Request("long", prompt[: self.max_context], EDT, seed=0)])
+        assert engine.poll() == []
+
+    def test_a_continuation_is_the_rest_of_the_response(self, engine: Engine, reference: Reference) -> None:
+        """From several places, many at once, some of them several times; drawn ones too, where drawn by position."""
+        drawn = (EDT, replace(FIXED, top_p=0.8)) if self.draws_by_position else ()
+        for sampling in (GREEDY, *drawn):
+            requests = reference.requests(sampling, count=2)
+            whole = {response.request_id: response for response in generate(engine, requests)}
+            continued = [
+                (whole[request.id], replace(request, id=f"{request.id}/{cut}/{copy}", prefix_ids=ids[:cut]))
+                for request in requests
+                for ids in [whole[request.id].token_ids]
+                for cut in (1, 7, len(ids) - 1)
+                for copy in range(2)
+            ]
+            responses = generate(engine, [request for _, request in continued])
+            for (full, request), response in zip(continued, responses, strict=True):
+                assert request.prefix_ids + response.token_ids == full.token_ids
+                assert response.finish == full.finish
+                assert response.text == reference.chat.decode(response.token_ids)
+                logprob = reference.logprob(request.context_ids, response.token_ids)
+                assert response.logprob == pytest.approx(logprob, abs=1e-4)
+                assert (response.yes_mass, response.no_mass) == pytest.approx((full.yes_mass, full.no_mass), abs=1e-5)
+
+    def test_continuations_do_not_depend_on_the_batch(self, engine: Engine, reference: Reference) -> None:
+        plain = reference.requests(EDT, count=4)
+        prefixes = (reference.chat.response_ids("First 5+3=8."), reference.chat.response_ids("So"), ())
+        mixed = [replace(request, prefix_ids=prefixes[i % 3]) for i, request in enumerate(plain)]
+        together = {r.request_id: r.token_ids for r in generate(engine, mixed)}
+        assert {r.request_id: r.token_ids for r in generate(engine, mixed[::-1])} == together
+        assert all(generate(engine, [request])[0].token_ids == together[request.id] for request in mixed[::3])
+        expected = {r.request_id: r.token_ids for r in generate(engine, plain[2::3])}
+        assert {name: together[name] for name in expected} == expected, "those without a prefix are what they were"
+        assert all(len(together[r.id]) <= EDT.max_new_tokens - len(r.prefix_ids) for r in mixed)
+
+    def test_a_prefix_counts_in_the_longest_response(self, engine: Engine, reference: Reference) -> None:
+        prefix = reference.chat.response_ids("First 76+78=154. So ")
+        limited = replace(EDT, max_new_tokens=len(prefix) + 3)
+        requests = [replace(r, prefix_ids=prefix) for r in reference.requests(limited, count=2)]
+        responses = generate(engine, requests)
+        assert {len(response.token_ids) for response in responses} == {3}
+        assert {response.finish for response in responses} == {"length"}
+
+    @pytest.mark.parametrize("sampling", [GREEDY, EDT], ids=["greedy", "edt"])
+    def test_responses_end_with_a_step(self, engine: Engine, reference: Reference, sampling: SamplingSettings) -> None:
+        """Step by step a response comes to its end; drawn by position, it is the one that is drawn at once."""
+        (stop,) = reference.chat.response_ids("76.")[-1:]
+        requests = reference.requests(sampling, count=2)
+        whole = {r.request_id: r for r in generate(engine, requests)}
+        walking, ended = [replace(request, step_ids=(stop, 0)) for request in requests], {}
+        while walking:
+            following = []
+            for request, response in zip(walking, generate(engine, walking), strict=True):
+                tokens = request.prefix_ids + response.token_ids
+                assert stop not in response.token_ids[:-1]
+                assert response.yes_mass == pytest.approx(reference.masses(request.prompt_ids + tokens)[0], abs=1e-5)
+                if response.finish == "step":
+                    assert response.token_ids[-1] == stop
+                    following.append(replace(request, prefix_ids=tokens))
+                else:
+                    ended[request.id] = (tokens, response.finish, len(request.prefix_ids) > 0)
+            walking = following
+        assert any(has_steps for *_, has_steps in ended.values())
+        if self.draws_by_position or sampling is GREEDY:
+            assert {name: end[:2] for name, end in ended.items()} == {
+                name: (response.token_ids, response.finish) for name, response in whole.items()
+            }
+
+    def test_a_step_that_ends_at_the_limit_is_cut_by_it(self, engine: Engine, reference: Reference) -> None:
+        (stop,) = reference.chat.response_ids("76.")[-1:]
+        (request,) = reference.requests(GREEDY, count=1)[:1]
+        (step,) = generate(engine, [replace(request, step_ids=(stop,))])
+        assert step.finish == "step"
+        limit = replace(GREEDY, max_new_tokens=len(step.token_ids))
+        (cut,) = generate(engine, [replace(request, step_ids=(stop,), sampling=limit)])
+        assert (cut.token_ids, cut.finish) == (step.token_ids, "length"), "nothing may follow it"
+
+    def test_a_prefix_that_nothing_can_follow_is_refused(self, engine: Engine, reference: Reference) -> None:
+        (request,) = reference.requests(EDT, count=1)[:1]
+        prefix, end = reference.chat.response_ids("First 76+78=154."), min(reference.chat.end_of_turn_ids)
+        with pytest.raises(ValueError, match=rf"{request.id}.*`max_new_tokens`, {len(prefix)}.*got {len(prefix)}"):
+            engine.submit([replace(request, prefix_ids=prefix, sampling=replace(EDT, max_new_tokens=len(prefix)))])
+        with pytest.raises(ValueError, match=rf"{request.id}.*got {end}, which ends one"):
+            engine.submit([replace(request, prefix_ids=(*prefix, end))])
+        room = self.max_context - len(request.prompt_ids) - len(request.query.suffix_ids)
+        long = (prefix * self.max_context)[:room]
+        with pytest.raises(ValueError, match=rf"{request.id}.*got {room} after"):
+            engine.submit([replace(request, prefix_ids=long, sampling=replace(EDT, max_new_tokens=4096))])
         assert engine.poll() == []
 
     def test_next_token_probabilities_are_those_of_a_plain_forward(self, engine: Engine, reference: Reference) -> None:

@@ -6,13 +6,13 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
 
 from selfcal_lightning.engines.transformers.engine import TransformersEngine
-from selfcal_lightning.engines.transformers.slots import dynamic_temperature
 from selfcal_lightning.records import Request, SamplingSettings
 
 
@@ -52,7 +52,7 @@ class RealModel:
         self._ends = self._engine.chat.end_of_turn_ids
         self._end_id = min(self._ends)
         self._said: dict[Request, Completion] = {}
-        self._known: tuple[tuple[int, ...], torch.Tensor] = ((), torch.empty(0))
+        self._logits = lru_cache(maxsize=1)(self._forward)  # thousands of requests for one token have one prompt
         self._inbox: queue.SimpleQueue[tuple[str, Future[Any], Any] | None] = queue.SimpleQueue()
         self._futures: dict[str, tuple[Future[Completion], Request]] = {}
         self._thread = threading.Thread(target=self._work, daemon=True)
@@ -103,29 +103,11 @@ class RealModel:
                 future.set_result(completion)
 
     def _begin(self, future: Future[Any], request: Request) -> None:
-        if request.sampling.max_new_tokens == 1:  # thousands of them have one prompt
-            future.set_result(self._draw_one(request))
-            return
         if request in self._said:
             future.set_result(self._said[request])
             return
         self._futures[str(id(future))] = (future, request)
         self._engine.submit([replace(request, id=str(id(future)))])
-
-    def _draw_one(self, request: Request) -> Completion:
-        sampling = request.sampling
-        logits = self._next_logits(request.prompt_ids)
-        temperature: float | torch.Tensor = sampling.temperature or 1e-5
-        if sampling.edt_scale is not None:
-            temperature = dynamic_temperature(
-                logits, base=sampling.temperature, scale=sampling.edt_scale, theta=sampling.edt_theta
-            ).clamp(min=1e-5)
-        kept, order = ((logits - logits.max()) / temperature).softmax(-1).sort(descending=True, stable=True)
-        kept[kept.cumsum(-1) - kept >= sampling.top_p] = 0.0
-        generator = torch.Generator().manual_seed(request.seed)
-        token = int(order[torch.multinomial(kept, 1, generator=generator)])
-        reason = "stop" if token in self._ends | set(request.step_ids) else "length"
-        return Completion((token,), (float(logits.log_softmax(-1)[token]),), reason)
 
     def _score_all(self, jobs: list[tuple[Future[Any], tuple[int, ...], tuple[int, ...]]]) -> None:
         for ids in dict.fromkeys(ids for _, _, ids in jobs):
@@ -134,16 +116,13 @@ class RealModel:
             for (future, _), row in zip(alike, table, strict=True):
                 future.set_result([math.log(p) if p else -9999.0 for p in row])
 
-    @torch.no_grad()
     def _logprobs(self, prompt: tuple[int, ...], ids: tuple[int, ...]) -> tuple[float, ...]:
-        logits = self._network(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1].double()
+        logits = self._logits(prompt + ids[:-1])[len(prompt) - 1 :]
         return tuple(logits.log_softmax(-1).gather(-1, torch.tensor(ids)[:, None])[:, 0].tolist())
 
     @torch.no_grad()
-    def _next_logits(self, prompt: tuple[int, ...]) -> torch.Tensor:
-        if self._known[0] != prompt:
-            self._known = (prompt, self._network(torch.tensor([prompt])).logits[0, -1].double())
-        return self._known[1]
+    def _forward(self, ids: tuple[int, ...]) -> torch.Tensor:
+        return self._network(torch.tensor([ids])).logits[0].double()
 
 
 def _done(value: Any) -> Future[Any]:

@@ -9,12 +9,13 @@ import asyncio
 import json
 import threading
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from aiohttp import web
 from support.openai_models import CannedModel, RealModel
 from transformers import PreTrainedTokenizerBase
 
@@ -30,22 +31,17 @@ ADAPTER = "confidence"  # the server's name for an adapter, which is asked and s
 
 @dataclass
 class Exchange:
-    """One request that came in, and the way to answer it."""
+    """One request that came in, and the answer to it."""
 
     path: str
-    headers: dict[str, str]
+    headers: Mapping[str, str]
     body: dict[str, Any]
-    writer: asyncio.StreamWriter
-    begun: bool = field(default=False)
-
-    def head(self, status: int, headers: dict[str, str]) -> None:
-        lines = [f"HTTP/1.1 {status} X", *(f"{name}: {value}" for name, value in headers.items())]
-        self.writer.write("\r\n".join([*lines, "", ""]).encode())
+    request: web.Request
+    answer: web.StreamResponse = field(default_factory=web.StreamResponse)
 
     def whole(self, status: int, content: bytes, *, kind: str = "application/json", **headers: str) -> None:
-        extra = {name.replace("_", "-"): value for name, value in headers.items()}
-        self.head(status, {"Content-Type": kind, "Content-Length": str(len(content)), **extra})
-        self.writer.write(content)
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        self.answer = web.Response(status=status, body=content, content_type=kind, headers=named)
 
     def json(self, value: Any, status: int = 200, **headers: str) -> None:
         self.whole(status, json.dumps(value).encode(), **headers)
@@ -53,16 +49,16 @@ class Exchange:
     def error(self, status: int, message: str, **headers: str) -> None:
         self.json({"error": {"message": message, "type": "Error", "param": None, "code": status}}, status, **headers)
 
-    def event(self, data: Any) -> None:
-        """Write one event of a stream, the head before the first."""
-        if not self.begun:
-            self.begun = True
-            self.head(200, {"Content-Type": "text/event-stream; charset=utf-8", "Transfer-Encoding": "chunked"})
+    async def event(self, data: Any) -> None:
+        """Write one event of a stream."""
         text = data if isinstance(data, str) else json.dumps(data)
-        self.chunk(f"data: {text}\n\n".encode())
+        await self.chunk(f"data: {text}\n\n".encode())
 
-    def chunk(self, content: bytes) -> None:
-        self.writer.write(f"{len(content):x}\r\n".encode() + content + b"\r\n")
+    async def chunk(self, content: bytes) -> None:
+        if not self.answer.prepared:
+            self.answer.content_type = "text/event-stream"
+            await self.answer.prepare(self.request)
+        await self.answer.write(content)
 
 
 Fault = Callable[[Exchange], Awaitable[None]]
@@ -98,15 +94,14 @@ class FakeServer:
         self.faults: deque[Fault] = deque()
         self.exchanges: list[Exchange] = []
         self.abandoned = self.busy = self.busiest = 0
-        self._handlers: set[asyncio.Task[None]] = set()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
-        self._server = asyncio.run_coroutine_threadsafe(self._listen(), self._loop).result()
-        self.base_url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}/v1"
+        self._runner = asyncio.run_coroutine_threadsafe(self._listen(), self._loop).result()
+        self.base_url = f"http://127.0.0.1:{self._runner.addresses[0][1]}/v1"
 
     def close(self) -> None:
-        asyncio.run_coroutine_threadsafe(self._stop(), self._loop).result()
+        asyncio.run_coroutine_threadsafe(self._runner.cleanup(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
@@ -115,51 +110,23 @@ class FakeServer:
     def completions(self) -> list[Exchange]:
         return [exchange for exchange in self.exchanges if exchange.path == "/v1/completions"]
 
-    async def _listen(self) -> asyncio.Server:
-        return await asyncio.start_server(self._serve, "127.0.0.1", 0)
+    async def _listen(self) -> web.AppRunner:
+        app = web.Application(client_max_size=0)
+        app.router.add_route("*", "/{path:.*}", self._serve)
+        runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.01)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        return runner
 
-    async def _stop(self) -> None:
-        self._server.close()
-        for task in self._handlers:
-            task.cancel()
-        await asyncio.gather(*self._handlers, return_exceptions=True)
-
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._handlers.add(task)
-        early = b""
+    async def _serve(self, request: web.Request) -> web.StreamResponse:
+        exchange = Exchange(request.path, request.headers, json.loads(await request.read() or b"{}"), request)
+        self.exchanges.append(exchange)
         try:
-            while not writer.is_closing():
-                head = early + await reader.readuntil(b"\r\n\r\n")
-                first, *lines = head.decode().rstrip().split("\r\n")
-                headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in lines)}
-                content = await reader.readexactly(int(headers.get("content-length", 0)))
-                exchange = Exchange(first.split(" ")[1], headers, json.loads(content or b"{}"), writer)
-                self.exchanges.append(exchange)
-                early = await self._answer_or_notice(exchange, reader)
-                await writer.drain()
-        except (asyncio.IncompleteReadError, ConnectionError):
-            pass  # the client has closed the connection
-        finally:
-            self._handlers.discard(task)
-            writer.close()
-
-    async def _answer_or_notice(self, exchange: Exchange, reader: asyncio.StreamReader) -> bytes:
-        """Answer, or give up where the client closes the connection meanwhile; return what it sent too early."""
-        answering = asyncio.ensure_future(self._answer(exchange))
-        gone = asyncio.ensure_future(reader.read(1))
-        try:
-            await asyncio.wait({answering, gone}, return_when=asyncio.FIRST_COMPLETED)
-            if not answering.done():
-                self.abandoned += 1
-                raise ConnectionResetError
-            answering.result()
-        finally:
-            for task in (answering, gone):
-                task.cancel()
-            await asyncio.gather(answering, gone, return_exceptions=True)
-        return b"" if gone.cancelled() else gone.result()
+            await self._answer(exchange)
+        except asyncio.CancelledError:  # the client has closed the connection
+            self.abandoned += 1
+            raise
+        return exchange.answer
 
     async def _answer(self, exchange: Exchange) -> None:
         if self._key is not None and exchange.headers.get("authorization") != f"Bearer {self._key}":
@@ -245,10 +212,8 @@ class FakeServer:
             if not body.get("stream"):
                 exchange.json({"choices": [choice]})
                 return
-            exchange.event({"choices": [choice]})
-            await exchange.writer.drain()
-        exchange.event("[DONE]")
-        exchange.chunk(b"")
+            await exchange.event({"choices": [choice]})
+        await exchange.event("[DONE]")
 
     async def _wait(self, future: Future[Any]) -> Any:
         try:
@@ -284,13 +249,10 @@ def is_silent(*, after: bytes = b"", hangs_up: bool = False) -> Fault:
 
     async def fault(exchange: Exchange) -> None:
         if after:
-            exchange.head(200, {"Content-Type": "text/event-stream", "Transfer-Encoding": "chunked"})
-            exchange.chunk(after)
-            await exchange.writer.drain()
+            await exchange.chunk(after)
         if hangs_up:
-            exchange.writer.close()
-        else:
-            await asyncio.Event().wait()
+            exchange.request.transport.close()
+        await asyncio.Event().wait()
 
     return fault
 

@@ -4,16 +4,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
-import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import pytest
-from support.processes import free_port
+from support.processes import free_port, wait_until
 
 from selfcal_lightning.engines.base import EDT_PROCESSOR
 from selfcal_lightning.engines.vllm.engine import VLLMEngine
@@ -25,20 +22,6 @@ START_SECONDS = 480.0
 def small_vllm(model: str, **options: Any) -> VLLMEngine:
     settings = {"max_context": CONTEXT, "kv_cache_memory_bytes": 1 << 28, "max_batch": 128, "start_timeout": 300.0}
     return VLLMEngine(model, **{**settings, **options})
-
-
-def wait_until_ready(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
-    """Wait until ``url`` answers; fail with the end of the log where the server ends or never does."""
-    deadline = time.monotonic() + START_SECONDS
-    while time.monotonic() < deadline:
-        assert process.poll() is None, log.read_text(errors="replace")[-3000:]
-        try:
-            with urllib.request.urlopen(url, timeout=5.0) as answer:  # noqa: S310
-                if answer.status == 200:
-                    return
-        except (urllib.error.URLError, OSError):
-            time.sleep(0.5)
-    pytest.fail(f"the server was not ready: {log.read_text(errors='replace')[-3000:]}")
 
 
 @contextmanager
@@ -57,8 +40,15 @@ def vllm_serving(model: str, folder: Path, environment: Mapping[str, str], *word
         process = subprocess.Popen(
             [*command, *words], env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
         )
+
+    def is_ready() -> bool:
+        assert process.poll() is None, log.read_text(errors="replace")[-3000:]
+        with suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5.0):
+            return True
+        return False
+
     try:
-        wait_until_ready(process, f"http://127.0.0.1:{port}/health", log)
+        wait_until(is_ready, seconds=START_SECONDS)
         yield f"http://127.0.0.1:{port}/v1"
     finally:
         process.send_signal(signal.SIGINT)

@@ -1,4 +1,4 @@
-"""The parts of the vLLM engine that need no vLLM: the wire, the blame for a crash, the child's environment."""
+"""The parts of the vLLM engine that need no vLLM: the wire, the blame for a crash, the child and its environment."""
 
 import json
 import math
@@ -6,25 +6,27 @@ import os
 import socket
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
+from support.other_models import change_json
 
 from selfcal_lightning.engines.vllm import engine as vllm
 from selfcal_lightning.engines.vllm.process import Channel, WorkerProcess, worker_environment
 from selfcal_lightning.engines.vllm.records import EngineCrashedError, Flight, FlightBook, lora_rank, wire_messages
-from selfcal_lightning.engines.vllm.worker import Worker, _Sample
 from selfcal_lightning.models.chat_format import ChatFormat, load_tokenizer
 from selfcal_lightning.records import Request, SamplingSettings
+
+Start = Callable[..., Any]
+Told = list[tuple[dict[str, Any], float]]
 
 
 def _channels() -> tuple[Channel, Channel]:
@@ -46,15 +48,12 @@ def test_messages_arrive_whole_however_large() -> None:
     assert right.receive() == [{"lowest": -math.inf}]
 
 
-def test_an_endless_wait_is_one() -> None:
-    left, right = socket.socketpair()
-    Channel(left, send_timeout=math.inf).send({"n": 1})
-    assert Channel(right).receive(timeout=math.inf) == [{"n": 1}]
-
-
-def test_silence_and_the_end_are_told_apart() -> None:
-    left, right = _channels()
+def test_silence_the_end_and_an_endless_wait_are_told_apart() -> None:
+    ends = socket.socketpair()
+    left, right = Channel(ends[0], send_timeout=math.inf), Channel(ends[1])
     assert right.receive(timeout=0.01) == []
+    left.send({"n": 1})
+    assert right.receive(timeout=math.inf) == [{"n": 1}]
     left.close()
     with pytest.raises(EOFError):
         right.receive(timeout=120.0)
@@ -124,12 +123,6 @@ def test_the_environment_is_clean_and_bound_to_the_ranks_gpus() -> None:
         worker_environment(parent, on_cpu=False, devices=[3])
 
 
-def test_a_missing_vllm_is_an_error_that_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("selfcal_lightning.core.imports.is_installed", lambda module: False)
-    with pytest.raises(ImportError, match=r"'\.\[vllm\]'"):
-        vllm.VLLMEngine("model")
-
-
 # Does what it is told for this start, and only when the model lies where it was told: it has no hub to ask.
 CHILD = """
 import os, socket, sys, time
@@ -155,7 +148,7 @@ channel.receive()
 
 
 @pytest.fixture
-def start(tmp_path: Path, tiny_model: str, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+def start(tmp_path: Path, tiny_model: str, monkeypatch: pytest.MonkeyPatch) -> Start:
     """Make engines over a child that acts by a plan, of a model that is downloaded when it is asked for."""
     (tmp_path / "fake_vllm_child.py").write_text(CHILD)
     (tmp_path / "starts").write_text("")
@@ -182,9 +175,10 @@ def start(tmp_path: Path, tiny_model: str, monkeypatch: pytest.MonkeyPatch) -> C
     return make
 
 
-def watch_starts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[dict[str, Any], float]]:
-    """Return the list that every start of a child adds its settings and its time limit to."""
-    told: list[tuple[dict[str, Any], float]] = []
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> Told:
+    """The settings and the time limit of every start of a child."""
+    told: Told = []
     plain = WorkerProcess.start
 
     def watch(self: WorkerProcess, settings: dict[str, Any], *, timeout: float) -> dict[str, Any]:
@@ -203,10 +197,7 @@ def write_adapter(folder: Path, *, rank: int) -> str:
     return str(folder)
 
 
-def test_a_model_is_downloaded_before_a_start_that_more_weights_may_prolong(
-    start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    told = watch_starts(monkeypatch)
+def test_a_model_is_downloaded_before_a_start_that_more_weights_may_prolong(start: Start, told: Told) -> None:
     engine, starts = start("is ready")
     assert (engine.batch_size, engine.max_context, starts()) == (7, 64, 1)
     assert [timeout for _, timeout in told] == [vllm.process.START_SECONDS + 2.0]
@@ -216,10 +207,9 @@ def test_a_model_is_downloaded_before_a_start_that_more_weights_may_prolong(
 
 
 def test_an_adapter_of_the_hub_is_downloaded_for_the_child(
-    start: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    start: Start, told: Told, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     adapter = write_adapter(tmp_path / "adapter", rank=2)
-    told = watch_starts(monkeypatch)
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, allow_patterns: adapter)
     engine, _ = start("is ready", adapter="org/adapter")
     assert engine.max_context == 64
@@ -228,29 +218,25 @@ def test_an_adapter_of_the_hub_is_downloaded_for_the_child(
     engine.close()
 
 
-def test_an_interrupted_start_is_begun_anew(start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_start_is_begun_anew(start: Start) -> None:
     engine, _ = start("is ready,is ready")
-    with monkeypatch.context() as patch:
-        patch.setattr(Channel, "receive", lambda *args, **options: (_ for _ in ()).throw(KeyboardInterrupt))
-        with pytest.raises(KeyboardInterrupt):
-            engine.submit([])
+    with patch.object(Channel, "receive", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        engine.submit([])
     assert engine.pid is None
     assert engine.max_context == 64
     engine.close()
 
 
-def test_scores_whose_wait_is_broken_are_forgotten(start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scores_whose_wait_is_broken_are_forgotten(start: Start) -> None:
     engine, _ = start("is ready")
     assert engine.max_context == 64
-    with monkeypatch.context() as patch:
-        patch.setattr(engine, "_work", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-        with pytest.raises(KeyboardInterrupt):
-            engine.next_token_probabilities([[5], [6]], [7])
+    with patch.object(engine, "_work", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        engine.next_token_probabilities([[5], [6]], [7])
     assert engine.poll() == []  # it waits for what is still in the book
     engine.close()
 
 
-def test_a_first_start_is_tried_once_more(start: Callable[..., Any]) -> None:
+def test_a_first_start_is_tried_once_more(start: Start) -> None:
     """One collision of ports among eight engines of a node once ended the run."""
     engine, starts = start("dies,is ready")
     assert (engine.max_context, starts()) == (64, 2)
@@ -264,7 +250,7 @@ def test_a_first_start_is_tried_once_more(start: Callable[..., Any]) -> None:
         ("refuses,is ready", 1, r"failed 1 time\(s\) in a row.*no such quantization"),
     ],
 )
-def test_a_start_in_vain_is_not_repeated(start: Callable[..., Any], plan: str, expected: int, message: str) -> None:
+def test_a_start_in_vain_is_not_repeated(start: Start, plan: str, expected: int, message: str) -> None:
     engine, starts = start(plan)
     with pytest.raises(EngineCrashedError, match=message):
         engine.submit([])
@@ -277,61 +263,16 @@ def test_ranks_are_rounded_up_to_what_vllm_serves(tmp_path: Path, rank: int, ser
     if served is None:
         with pytest.raises(ValueError, match="to be at most 512, which is what vLLM serves, but got 513"):
             lora_rank(adapter)
-    else:
-        assert lora_rank(adapter) == served
+        return
+    assert lora_rank(adapter) == served
+    change_json(tmp_path / "adapter_config.json", r=rank, rank_pattern=None)  # no layer has a rank of its own
+    assert lora_rank(adapter) == served
 
 
-def test_an_adapter_may_state_null_where_no_layer_has_a_rank_of_its_own(tmp_path: Path) -> None:
-    adapter = write_adapter(tmp_path, rank=8)
-    config = {"peft_type": "LORA", "r": 24, "rank_pattern": None}
-    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
-    assert lora_rank(adapter) == 32
-
-
-@pytest.mark.parametrize(("name", "value"), [("max_batch", 0), ("max_attempts", 0), ("max_restarts", -1)])
-def test_limits_are_checked(name: str, value: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("selfcal_lightning.core.imports.is_installed", lambda module: True)
-    with pytest.raises(ValueError, match=f"Expected `{name}` to be at least"):
-        vllm.VLLMEngine("model", **{name: value})
-
-
-@pytest.mark.parametrize(
-    ("log", "advice"),
-    [
-        ("RuntimeError: CUDA error: CUDA-capable device(s) is/are busy or unavailable", "nvidia-smi -c DEFAULT"),
-        ("consider setting `trust_remote_code=True` in LLM", "such code is never run"),
-        ("INFO Initializing a V1 LLM engine with trust_remote_code=False", ""),
-    ],
-)
-def test_a_start_that_fails_says_what_to_do(log: str, advice: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("selfcal_lightning.core.imports.is_installed", lambda module: True)
-    engine = vllm.VLLMEngine("some/model")
-    engine._process = SimpleNamespace(bury=lambda: log)
-    with pytest.raises(EngineCrashedError) as raised:
-        engine._on_crash("it did not start", fatal=True)
-    told = str(raised.value)
-    assert told.endswith(log)
-    assert advice in told
-    assert ("never run" in told, "-c DEFAULT" in told) == ("never run" in advice, "DEFAULT" in advice)
-
-
-def test_masses_stay_probabilities_in_spite_of_rounding() -> None:
-    worker = Worker.__new__(Worker)
-    spec = {"query": {"yes": [5, 6], "no": [7]}}
-    worker._samples, worker._finished = {3: _Sample(spec, [1], {"id": 3})}, {"samples": []}
-    worker.counters = Counter()
-    logprobs = {5: math.log(0.5 + 1e-8), 6: math.log(0.5), 7: -40.0}
-    position = {token: SimpleNamespace(logprob=value) for token, value in logprobs.items()}
-    completion = SimpleNamespace(logprobs=[position])
-    worker._on_queried(3, SimpleNamespace(outputs=[completion], prompt_token_ids=[1], num_cached_tokens=None))
-    (sample,) = worker._finished["samples"]
-    assert sample == {"id": 3, "yes": 1.0, "no": pytest.approx(math.exp(-40.0))}
-
-
+@pytest.mark.vllm
 @pytest.mark.parametrize("by_position", [False, True], ids=["runner_v1", "runner_v2"])
 def test_a_continuation_has_the_stream_that_its_runner_needs(by_position: bool) -> None:
     """Runner V1 begins a stream with the first token drawn, which must not be that of the prefix; V2 has none."""
-    pytest.importorskip("vllm")
     from selfcal_lightning.engines.vllm.worker import sampling_params
 
     plain = Request("q", (1, 2), SamplingSettings(edt_scale=None), seed=7)

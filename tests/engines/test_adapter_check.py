@@ -30,11 +30,15 @@ from selfcal_lightning.training.rounds import AdapterMismatchError, Probe, check
 class Trained:
     """The trainer's model, the folder of its adapter, that of the adapter before, and what they are compared on."""
 
+    base: str
     network: PreTrainedModel
     adapter: str
     previous: str
     probes: list[Probe]
     chat: ChatFormat
+
+    def engine(self, adapter: str | None, **options: Any) -> TransformersEngine:
+        return TransformersEngine(self.base, adapter=adapter, chat=self.chat, **options)
 
 
 def rows_of(chat: ChatFormat, texts: Sequence[str]) -> list[StoredRow]:
@@ -63,7 +67,7 @@ def trained(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Traine
     requests = [Request(row.question.id, row.prompt_ids, sampling, seed=1) for row in rows_of(chat, [""] * 6)]
     responses = generate(TransformersEngine.from_model(network, chat), requests)  # the model's own, as in a round
     probes = make_probes(rows_of(chat, [response.text for response in responses]), chat)
-    return Trained(network.eval(), str(folder / "adapter"), str(folder / "previous"), probes, chat)
+    return Trained(tiny_model, network.eval(), str(folder / "adapter"), str(folder / "previous"), probes, chat)
 
 
 def test_probes_spread_over_the_response_and_end_with_yes(tiny_model: str) -> None:
@@ -118,26 +122,24 @@ def refuses(engine: Engine, trained: Trained, bound: str) -> float:
 
 
 @pytest.mark.slow
-def test_transformers_passes_with_the_adapter_but_not_with_the_previous_one(tiny_model: str, trained: Trained) -> None:
-    right = TransformersEngine(tiny_model, adapter=trained.adapter, chat=trained.chat)
-    assert check_adapter(right, trained.network, trained.probes) < 1e-5
+def test_transformers_passes_with_the_adapter_but_not_with_the_previous_one(trained: Trained) -> None:
+    assert check_adapter(trained.engine(trained.adapter), trained.network, trained.probes) < 1e-5
     live = TransformersEngine.from_model(trained.network, trained.chat)
     assert check_adapter(live, trained.network, trained.probes) < 1e-5
     for adapter in (trained.previous, None):
-        stale = TransformersEngine(tiny_model, adapter=adapter, chat=trained.chat)
-        assert refuses(stale, trained, r"0\.0001") > 1e-4
+        assert refuses(trained.engine(adapter), trained, r"0\.0001") > 1e-4
 
 
 @pytest.fixture(scope="module")
-def half(tiny_model: str, trained: Trained) -> PreTrainedModel:
+def half(trained: Trained) -> PreTrainedModel:
     """The weights in bfloat16 and the adapter in float32, as in training."""
-    network = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.bfloat16)
+    network = AutoModelForCausalLM.from_pretrained(trained.base, dtype=torch.bfloat16)
     return lora.load_adapter(network, trained.adapter).eval()
 
 
 @pytest.mark.slow
-def test_half_precision_has_a_wider_bound(tiny_model: str, trained: Trained, half: PreTrainedModel) -> None:
-    right, stale = (_half_engine(tiny_model, trained, adapter) for adapter in (trained.adapter, trained.previous))
+def test_half_precision_has_a_wider_bound(trained: Trained, half: PreTrainedModel) -> None:
+    right, stale = (trained.engine(name, dtype="bfloat16") for name in (trained.adapter, trained.previous))
     assert 1e-4 < check_adapter(right, half, trained.probes) <= 0.02
     with pytest.raises(AdapterMismatchError, match=r"at most 0\.02 in the mean"):
         check_adapter(stale, half, trained.probes)
@@ -181,27 +183,23 @@ class Noisy:
         return [[p * math.exp(random.Random(str(prompt)).gauss(0.0, self._noise)) for p in row] for prompt, row in rows]
 
 
-def _half_engine(path: str, trained: Trained, adapter: str) -> TransformersEngine:
-    return TransformersEngine(path, adapter=adapter, dtype="bfloat16", chat=trained.chat)
-
-
 @pytest.mark.slow
 def test_engines_whose_kernels_differ_are_held_against_themselves_without_the_adapter(
-    tiny_model: str, trained: Trained, half: PreTrainedModel, caplog: pytest.LogCaptureFixture
+    trained: Trained, half: PreTrainedModel, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Large models differ by .01 to .05 nats between engines: a fixed bound once ended rounds that were right."""
-    right = Noisy(_half_engine(tiny_model, trained, trained.adapter), 0.06)
+    right = Noisy(trained.engine(trained.adapter, dtype="bfloat16"), 0.06)
     assert 0.02 < check_adapter(right, half, trained.probes) < 0.1
     assert right.asked_without > 0
     assert "without the adapter" in caplog.text
-    quiet = Noisy(_half_engine(tiny_model, trained, trained.adapter), 0.0)
+    quiet = Noisy(trained.engine(trained.adapter, dtype="bfloat16"), 0.0)
     check_adapter(quiet, half, trained.probes)
     assert quiet.asked_without == 0, "where they agree nothing more is asked"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("noise", [0.04, 0.06])
-def test_noise_hides_no_earlier_adapter(tiny_model: str, trained: Trained, half: PreTrainedModel, noise: float) -> None:
+def test_noise_hides_no_earlier_adapter(trained: Trained, half: PreTrainedModel, noise: float) -> None:
     """Three adapters in a row, each a step from the other as after an epoch; the noise is larger than the step."""
     own = lora.adapter_state(half)
 
@@ -213,17 +211,16 @@ def test_noise_hides_no_earlier_adapter(tiny_model: str, trained: Trained, half:
         finally:
             lora.set_adapter_state(half, own)
 
-    stale = Noisy(_half_engine(tiny_model, trained, trained.previous), noise)
+    names = (trained.previous, trained.adapter, None)
+    stale, right, bare = (Noisy(trained.engine(name, dtype="bfloat16"), noise) for name in names)
     with pytest.raises(AdapterMismatchError, match="nearer to the earlier one"):
         check_adapter(stale, half, trained.probes, earlier=earlier())
-    right = Noisy(_half_engine(tiny_model, trained, trained.adapter), noise)
     check_adapter(right, half, trained.probes, earlier=earlier())
-    bare = Noisy(TransformersEngine(tiny_model, dtype="bfloat16", chat=trained.chat), noise)
     with pytest.raises(AdapterMismatchError, match=r"nearer to the earlier one|at most 0\.\d+ in the mean"):
         check_adapter(bare, half, trained.probes)
 
 
-def test_a_merged_adapter_keeps_the_fixed_bound(tiny_model: str, trained: Trained, half: PreTrainedModel) -> None:
-    merged = Noisy(TransformersEngine(tiny_model, adapter=trained.adapter, chat=trained.chat), 0.06)
+def test_a_merged_adapter_keeps_the_fixed_bound(trained: Trained, half: PreTrainedModel) -> None:
+    merged = Noisy(trained.engine(trained.adapter), 0.06)
     with pytest.raises(AdapterMismatchError, match=r"at most 0\.02 in the mean, but got"):
         check_adapter(merged, half, trained.probes)

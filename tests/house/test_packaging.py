@@ -50,7 +50,7 @@ def test_bare_name_is_refused(name: str) -> None:
 
 
 def test_importing_the_package_needs_no_extra_and_no_torch() -> None:
-    """What needs torch, but no extra either, is imported in tests/benchmarks/test_training_benchmarks.py."""
+    """What needs torch, but no extra either, is imported in tests/benchmarks/test_scripts.py."""
     code = (
         "import sys, selfcal_lightning\n"
         "assert not {'torch', 'numpy', 'transformers'} & set(sys.modules), 'the root imports nothing'\n"

@@ -1,0 +1,133 @@
+"""The scripts behind benchmarks/results go through at small sizes, and count as a hand does."""
+
+import json
+import os
+import shlex
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.capability_pools import capability_store, give_states
+from support.house import ROOT, Script
+from support.processes import run_command, run_python
+from support.selection_stores import sums_store
+
+from selfcal_lightning.commands.capability import run_fit_probe, run_score_questions
+
+BENCHMARKS = ROOT / "benchmarks"
+ABSENT = ("datasets", "jsonargparse", "bitsandbytes", "vllm", "math_verify", "aiohttp")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("command", "file", "holds"),
+    [
+        (
+            "$PYTHON quality/targets_study.py --quick --model $MODEL --output $OUT/runs --results $OUT",
+            "targets_study.json",
+            lambda found: len({row["values"]["Brier"]["value"] for row in found["tables"]["calibration"].values()}) > 8,
+        ),
+        (
+            "$PYTHON training/training_throughput.py --quick --output $OUT",
+            "training_throughput.json",
+            lambda found: {cell["section"] for cell in found["cells"]} == {"kept", "preset", "samples", "length"},
+        ),
+        (
+            "$PYTHON serving/throughput.py --blocks 1 --block_size 4 --output $OUT/found.json",
+            "found.json",
+            lambda found: found["requests"] == found["same_tokens"] == 4,
+        ),
+        (
+            "$PYTHON speed/engine_throughput.py --engines transformers --questions 4 --samples 8 --repeats 1"
+            " --reference-responses 4 --output $OUT",
+            "engine_throughput.json",
+            lambda found: {row["engine"]: row["responses"] for row in found["rows"]}["reference's loop"] == 4,
+        ),
+        (
+            "bash gpu.sh --device cpu --small --seconds 0.1 --only segments",
+            "gpu_training_small.json",
+            lambda found: found["jobs"]["equality, segments"]["float32"]["max"] < 1e-4,
+        ),
+    ],
+)
+def test_a_script_goes_through(
+    command: str, file: str, holds: Callable[[Any], bool], tiny_model: str, tmp_path: Path
+) -> None:
+    variables = {"PYTHON": sys.executable, "OUT": str(tmp_path), "MODEL": tiny_model}
+    words = shlex.split(command)
+    for name, value in variables.items():
+        words = [word.replace(f"${name}", value) for word in words]
+    run_command(words, cwd=BENCHMARKS, env=os.environ | variables, timeout=500)
+    assert holds(json.loads((tmp_path / file).read_text()))
+
+
+@pytest.mark.slow
+def test_training_imports_without_the_optional_packages() -> None:
+    """The machine with a GPU has none of them (benchmarks/gpu.sh); no import of ours needs an extra."""
+    names = ("training.self_calibration", "engines.vllm.engine", "callbacks.generation", "datamodules.ssc.datamodule")
+    code = f"import sys\nsys.modules |= dict.fromkeys({ABSENT})\n"  # which is what a package that is absent looks like
+    code += "".join(f"import selfcal_lightning.{name}\n" for name in names)
+    run_python(f"{code}sys.path.insert(0, {str(BENCHMARKS / 'training')!r})\nimport peft, gpu_training", timeout=300)
+
+
+def test_the_report_of_selections(script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    report = script("report_selection")
+    monkeypatch.setattr(report, "CRITERIA", ())
+    sums_store(tmp_path / "pools" / "seed-0")
+    given = ["--folder", str(tmp_path / "pools"), "--results", str(tmp_path), "--seeds", "1", "--table"]
+    monkeypatch.setattr(sys, "argv", ["report_selection.py", *given])
+    report.STUDY.main()
+    content = json.loads((tmp_path / "report_selection.json").read_text())
+    assert content["sizes"]["responses"] == 48
+    assert content["handed_on"][0]["judged_otherwise"] == 0
+    table = (tmp_path / "report_selection.md").read_text()
+    assert "Command: `python benchmarks/selection/report_selection.py --seeds 1`." in table
+
+
+def test_the_report_of_capabilities(script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, measures, store = script("report_capability"), script("_capability_measures"), tmp_path / "tests"
+    give_states(capability_store(store))
+    (tmp_path / "train").symlink_to(store, target_is_directory=True)
+    for name, target in (("probe", "agreeing_pairs"), ("labelled", "label")):
+        run_fit_probe(str(store), str(tmp_path / name), target=target)
+        run_score_questions(probe=str(tmp_path / name), store_dir=str(store), name=name)
+    smaller = {"RESAMPLES": 30, "TESTS": ("test",), "FROM_PROMPTS": ("probe", "labelled")}
+    for name, value in (smaller | {"FROM_RESPONSES": ("agreeing_pairs", "top_share")}).items():
+        monkeypatch.setattr(measures, name, value)
+    found = measures.measure_seed(tmp_path) | measures.size_columns(tmp_path)
+    columns = {key.replace("test/", f"{split}/", 1): found[key] for key in found for split in ("id", "ood")}
+    checks = {row.what: row for row in measures.targets(columns, seconds=(0.001, 0.01))}
+    assert checks["processor time of the probe over that of one response"].found.value == pytest.approx(0.1)
+    assert checks["MSE of the label-free probe, in domain"].holds
+    report: dict = {
+        "command": "the command", "seeds": [0], "taught_seeds": [], "awake_seeds": [], "processor_minutes": 1.0,
+        "sizes": {"train": 40, "train_samples": 8, "samples": 8, "id": 24, "ood": 24, "calibration": 24},
+    }  # fmt: skip
+    report["checks"] = [{**vars(row), "found": made.triple(row.found, digits=made.DIGITS)} for row in checks.values()]
+    report["measured"] = {key: made._plain(column) for key, column in columns.items()}
+    made.STUDY.publish(made.Options(results=tmp_path), report)
+    assert "Command: `the command`" in (tmp_path / "report_capability.md").read_text()
+    assert (tmp_path / "report_capability.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_ways_of_training_give_the_same_losses_and_gradients(script: Script) -> None:
+    throughput = script("training_throughput")
+    errors = throughput.Bench(measured={}).check("tiny", rows=4)
+    assert errors.keys() == throughput.WAYS.keys()
+    assert max(errors.values()) < 1e-5
+
+
+def test_flops_of_a_tiny_model_by_hand(script: Script) -> None:
+    """Two layers, hidden 4, two heads of size 2, one key-value head, intermediate 6, vocabulary 10, rank 3."""
+    flops = script("_training_rows")
+    size = {"hidden_size": 4, "intermediate_size": 6, "num_hidden_layers": 2, "num_attention_heads": 2}
+    size |= {"num_key_value_heads": 1, "vocab_size": 10}
+    # Frozen weights of a layer: query 4x4, key 4x2, value 4x2, output 4x4, MLP 3 x 4x6 = 16 + 8 + 8 + 16 + 72 = 120.
+    # Adapters of a layer: query 3 x (4 + 4), value 3 x (4 + 2) = 24 + 18 = 42.
+    # A sequence of 3 tokens attends to 1 + 2 + 3 = 6 keys; logits at 2 positions.
+    load = flops.Load(tokens=3, pairs=flops.causal_pairs(3), logits=2)
+    # 4 x 240 x 3 = 2880; output layer 4 x 4 x 10 x 2 = 320; 6 x 84 x 3 = 1512; attention 12 x 4 x 2 x 6 = 576.
+    assert flops.training_flops(size, 3, load) == 2880 + 320 + 1512 + 576
+    assert flops.training_flops(size, 0, load) == 2880 + 320 + 576

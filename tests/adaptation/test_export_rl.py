@@ -67,21 +67,6 @@ def test_columns_are_those_that_the_trainers_read(made: Selection, tmp_path: Pat
     assert len(rows) == len(made.kept)
 
 
-@pytest.mark.slow
-def test_rows_load_in_datasets(made: Selection, tmp_path: Path) -> None:
-    datasets = pytest.importorskip("datasets")
-    for format, kind, file in (
-        ("verl", "parquet", "train.parquet"), ("trl", "parquet", "train.parquet"), ("openrlhf", "json", "train.jsonl")
-    ):  # fmt: skip
-        export = run_export_rl(str(made.path), str(tmp_path / format), format)
-        read = datasets.load_dataset(
-            kind, data_files=str(export.path / file), split="train", cache_dir=str(tmp_path / "cache")
-        )
-        assert len(read) == len(made.kept)
-        chat = read[0]["input" if format == "openrlhf" else "prompt"]
-        assert [turn["role"] for turn in chat] == ["system", "user"]
-
-
 def test_a_row_of_verl_says_what_is_known(made: Selection, tmp_path: Path) -> None:
     export = run_export_rl(str(made.path), str(tmp_path / "out"), "verl")
     row = pq.read_table(export.path / "train.parquet").to_pylist()[1]

@@ -1,16 +1,15 @@
-import json
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from selfcal_lightning.adaptation import rewards as sut
-from selfcal_lightning.commands.pools import run_import_pool
-from selfcal_lightning.data.store.sample_store import SampleStore
-from selfcal_lightning.data.tasks.registry import get_task
+from selfcal_lightning.adaptation.group_rewards import FUSED_FROM, group_rewards
+from selfcal_lightning.adaptation.picking import fit_votes
+from selfcal_lightning.confidence.base import MissingConfidenceError
+from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.records import Question, QuestionSamples, Sample
 
 SOURCE = "selfcal/word_problems"
 TEXTS = [
@@ -110,26 +109,64 @@ def test_the_mask_covers_the_statement_and_advantages_follow_it() -> None:
     assert found.tolist() == [[1.0, 0.5, 1.0], [-1.0] * 3]
 
 
-@pytest.mark.slow
-def test_grpo_steps_get_the_rewards_that_a_hand_would_compute(tmp_path: Path) -> None:
-    pytest.importorskip("trl", reason="needs trl, which is no dependency")
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    script = Path(__file__).parents[1] / "support" / "grpo_steps.py"
-    command = [sys.executable, str(script), str(tmp_path), "4"]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert found["moved"] > 0
-    assert len(found["calls"]) == 4
-    task = get_task("word_problems")
-    for at, (texts, answers, rewards) in enumerate(found["calls"]):
-        for text, answer, reward in zip(texts, answers, rewards, strict=True):
-            confidence = sut.stated_confidence(text).value
-            correct = float(bool(task.verify(task.extract(text.split("Confidence:")[0]), answer)))
-            assert reward == pytest.approx(correct - (1.0 if confidence is None else (confidence - correct) ** 2))
-        assert found["curves"]["reward"][at] == pytest.approx(sum(rewards) / len(rewards), abs=1e-4)
-    assert any(found["curves"]["confidence/std"])
-    report = run_import_pool(str(tmp_path / "completions"), str(tmp_path / "store"), task="word_problems")
-    assert report.responses == sum(len(texts) for texts, _, _ in found["calls"])
-    said = {group.question.reference for group in SampleStore(tmp_path / "store").samples()}
-    assert said == {answer for _, answers, _ in found["calls"] for answer in answers}
+GROUP_ANSWERS = ("12", "12", "13", None)
+SOLUTIONS = ("3*4=12. It is 12.", "3*4=13. It is 12.", "3*4=12. It is 13.", "3*4=12.")
+YES = (0.6, 0.3, 0.3, 0.9)
+
+
+def group(name: str = "q", **fields: tuple[Any, ...]) -> QuestionSamples:
+    columns = {"answer": GROUP_ANSWERS, "text": SOLUTIONS, "correct": (False, True, True, None), **fields}
+    samples = tuple(
+        Sample(
+            name, at, 0, columns["text"][at], None, None, columns["answer"][at], columns["correct"][at],
+            logprob=-1.0 - at, num_tokens=2, yes_mass=YES[at], no_mass=1.0 - YES[at],
+            confidences={"token_entropy": -0.5 * at, "self_certainty": 2.0 + at},
+        )
+        for at in range(4)
+    )  # fmt: skip
+    return QuestionSamples(Question(name, "word_problems", (), "13"), samples, "train", None)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("majority", [1.0, 1.0, 0.0, 0.0]),
+        ("vote_share", [2 / 3, 2 / 3, 1 / 3, 0.0]),
+        ("ssc", [0.75, 0.75, 0.25, 0.0]),
+        ("self_certainty", [2.0, 3.0, 4.0, 5.0]),
+        ("entropy", [0.0, -0.5, -1.0, -1.5]),
+        ("equations", [1.0, 0.0, 0.0, 0.0]),
+        ("reference", [0.0, 1.0, 1.0, 0.0]),
+    ],
+)
+def test_rewards_of_a_group_by_hand(name: Any, expected: list[float]) -> None:
+    (found,) = group_rewards(name, [group()])
+    assert found == pytest.approx(expected)
+    unlabelled = replace(group(correct=(None,) * 4), question=Question("q", "word_problems", ()))
+    if name != "reference":
+        assert group_rewards(name, [unlabelled]) == [pytest.approx(expected)]
+
+
+def test_fused_is_fitted_to_votes_and_follows_the_likelihood() -> None:
+    entries = [group(f"q{at}") for at in range(6)]
+    fusion = fit_votes(entries, FUSED_FROM)
+    found = group_rewards("fused", entries, fusion=fusion)[0]
+    assert found[0] > found[1] > found[2] > found[3] == 0.0
+    with pytest.raises(InputError, match="`fusion`"):
+        group_rewards("fused", entries)
+
+
+def test_what_nobody_can_judge_is_none_or_refused() -> None:
+    no_equations = group("p", text=("It is 12.",) * 4)
+    assert group_rewards("equations", [group(), no_equations])[1] == [None] * 4
+    refused: tuple[tuple[Any, Any, str], ...] = (
+        ("equations", no_equations, "no response has an equation"),
+        ("majority", group(answer=(None, "", None, None)), "no response can be read"),
+        ("reference", group(correct=(None,) * 4), "no response was judged"),
+    )
+    for name, entry, message in refused:
+        with pytest.raises(InputError, match=message):
+            group_rewards(name, [entry])
+    bare = replace(group(), samples=tuple(replace(sample, confidences={}) for sample in group().samples))
+    with pytest.raises(MissingConfidenceError, match="token_entropy"):
+        group_rewards("entropy", [bare])

@@ -220,15 +220,11 @@ def test_the_files_of_the_reference_system_claim_nothing_that_nobody_judged(stor
         ({"threshold": 2.0}, r"at least one of 12 questions, but got none: scores lie between 0.25 and 1"),
         ({"label": "reference"}, "without `references`"),
         ({"keep_top": 0.5, "keep_count": 3}, "Expected one of `threshold`, `keep_top` and `keep_count`"),
-        ({"keep_top": 0.0}, r"`keep_top` to lie in \(0, 1\]"),
-        ({"keep_count": 0}, "`keep_count` to be at least 1"),
         ({"split": "test"}, "no question of split 'test'"),
         ({"features": ["p_true"]}, "Expected `features` with `pick` 'fused'"),
-        ({"order": "best"}, "order"),
         ({"keep": "self_certainty"}, "Run `selfcal score --estimator self_certainty"),
         ({"keep": "fused"}, "`keep` to be one of share, ssc, pick, .* but got 'fused'"),
         ({"pick": "pick"}, "`pick` to be one of fused, share, ssc, .* but got 'pick'"),
-        ({"pick": "self_certanty"}, r"`pick` .*got 'self_certanty'\. Did you mean 'self_c"),
     ],
 )
 def test_what_cannot_be_is_refused(store: Path, tmp_path: Path, options: dict[str, Any], message: str) -> None:

@@ -147,29 +147,19 @@ def test_a_search_needs_the_words_of_its_policy(tiny_model: str, tmp_path: Path)
     public = stand_in(tiny_model, tmp_path / "public", reward_format("reasoneval"))
     search, _ = open_search("adaptive_best_of_n", {}, settings_of(public, "reasoneval"), **settings)
     with pytest.raises(InputError, match="reads its policy's tokens, but got 'reasoneval'"):
-        search.scorer.score_paths(pool_of("x")[0].question, [()])  # type: ignore[attr-defined]
+        search.scorer.score_paths(pool_of("x")[0].question, [()])
 
 
 def test_settings_and_formats_that_cannot_be_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for settings, message in (
         (RewardSettings(), r"`reward\.model`.*--config .*rewards/demo\.yaml"),
         (RewardSettings("m"), r"`reward\.format` with 'm': one of qwen2\.5-math-prm, math-"),
-        (RewardSettings("m", "math-sheperd"), "Did you mean 'math-shepherd'"),
         (RewardSettings(str(tmp_path / "none"), "reasoneval"), "to be a local folder"),
     ):
         with pytest.raises(InputError, match=message):
             check_rewards(settings)
-    changes: dict[str, Any]
-    for changes, message in (
-        ({"layout": "rows"}, "`layout` to be one of marked, pieces, turns, chat"),
-        ({"layout": "marked"}, "`separator` to be given"),
-        ({"layout": "chat"}, '`judges` to be "response"'),
-        ({"right": (3,)}, "`right` to be among the 3 outputs"),
-        ({"link": "none"}, "one output"),
-        ({"question": "Solve."}, "`question` to hold"),
-    ):
-        with pytest.raises(InputError, match=message):
-            replace(reward_format("reasoneval"), **changes)
+    with pytest.raises(InputError, match="`separator` to be given"):
+        replace(reward_format("reasoneval"), layout="marked")
     mine = replace(reward_format("reasoneval"), name="mine")
     monkeypatch.setattr("selfcal_lightning.rewards.formats.REWARD_FORMATS", copy(REWARD_FORMATS))
     assert register_reward_format(mine) is mine
@@ -305,9 +295,6 @@ def test_a_gemma2_that_classifies_sequences(tiny_model: str, tmp_path: Path) -> 
         with torch.no_grad():
             logit = network(ids, attention_mask=torch.ones_like(ids)).logits[0, 0].item()
         assert scores == pytest.approx([logit], abs=1e-4)
-
-
-# ---- on vLLM's pooling runner
 
 
 def exported(model: str, folder: Path, **settings: Any) -> str:

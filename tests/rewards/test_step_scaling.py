@@ -14,12 +14,14 @@ from selfcal_lightning.confidence.scaling import SCALER_KINDS
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.core.files import sealed
 from selfcal_lightning.data.step_settings import RewardSettings
-from selfcal_lightning.data.steps import Rate
+from selfcal_lightning.data.steps import Rate, StepEnd, StepStops, spans_of, step_prefixes, token_spans, token_step_ends
 from selfcal_lightning.data.store.sample_store import SampleStore
+from selfcal_lightning.models.chat_format import ChatFormat, token_pieces
 from selfcal_lightning.records import Message, Question, QuestionSamples, Sample
-from selfcal_lightning.rewards.formats import Score, reward_format
+from selfcal_lightning.rewards.formats import QUANTILE_PRM, Score, reward_format
+from selfcal_lightning.rewards.layouts import RewardEncoder
 from selfcal_lightning.rewards.rates import by_text
-from selfcal_lightning.rewards.reading import open_rewards
+from selfcal_lightning.rewards.reading import RewardFile, open_rewards, read_reward_file
 from selfcal_lightning.rewards.step_scaling import StepScaler, fit_step_map, open_scaled_rewards, step_rows
 
 FORMAT = "trl-prm"
@@ -84,7 +86,6 @@ def test_a_scaler_is_kept(kind: Any, model: str, store_dir: str, tmp_path: Path,
     plain, scaled = open_rewards(settings_of(model)).read(entries), open_scaled_rewards(settings_of(model, path))
     for before, after in zip(plain, scaled.read(entries), strict=True):
         for one, other in zip(before, after, strict=True):
-            assert one is not None
             assert other == pytest.approx(fitted.map.transform(np.array(one)).tolist(), abs=1e-12)
     (low,) = fitted([Score(0.5, 0.2, 0.9)])
     assert low.low <= low.mean <= low.high
@@ -135,9 +136,46 @@ def test_what_cannot_be_scaled_is_refused(model: str, tiny_model: str, store_dir
     for changed, message in (
         ({"target": "hard"}, "`rollouts` with the targets"),
         ({"reward": settings_of(model, path)}, r"no `reward\.scaler` to fit one"),
-        ({"split": "test"}, "responses of the split 'test', but got none"),
-        ({"limit": -1}, "`limit` to be at least 1, but got -1"),
-        ({"num_samples": 0}, "`num_samples` to be at least 1, but got 0"),
     ):
         with pytest.raises(InputError, match=message):
             run_fit_step_scaler(store_dir, str(path), **{"reward": settings_of(model), **options, **changed})
+
+
+TEXT = "First 34+75=109. So 109+1=110. The answer is 110"
+MARKER = "marker:="
+EQUATIONS = ["First 34+75=", "109. So 109+1=", "110. The answer is 110"]
+
+
+def test_all_that_read_steps_cut_behind_the_marker(chat: ChatFormat) -> None:
+    ids = chat.response_ids(TEXT)
+    ends = token_step_ends(chat.tokenizer, ids, MARKER)
+    cut = [chat.decode(ids[a:b]).strip() for a, b in zip([0, *ends], ends, strict=False)]
+    assert cut == EQUATIONS
+    assert [step for step, _ in step_prefixes(TEXT, MARKER)] == [step.rstrip("=") for step in EQUATIONS]
+    pieces = token_pieces(chat.decode, ids)
+    spans = token_spans(pieces, spans_of("".join(pieces), MARKER))
+    assert next(chat.decode(ids[a:b]).strip() for a, b in spans) == "First 34+75"
+
+    question = Question("q", "local_number", (Message("user", "How many?"),), text="How many?")
+    sample = Sample("q", 0, 0, TEXT, tuple(ids), "stop", "110", True)
+    prompt = chat.prompt_ids(question.messages)
+    encoder = RewardEncoder(reward_format(QUANTILE_PRM), chat.tokenizer)
+    scored = encoder.continued(QuestionSamples(question, (sample,), "test", prompt), sample, MARKER)
+    assert [place + 1 - len(prompt) for place in scored.positions] == ends
+
+    stops = StepStops.of(chat.tokenizer, MARKER)
+    assert [number + 1 for number, token in enumerate(ids) if token in stops.tokens] == ends[:-1]
+    found = [stops.first_end(ids[:end], after=start) for start, end in zip([0, *ends], ends[:-1], strict=False)]
+    assert found == [StepEnd(end, is_settled=True) for end in ends[:-1]]
+
+
+def test_markers_that_no_response_can_hold_are_refused(chat: ChatFormat, tmp_path: Path) -> None:
+    RewardFile(QUANTILE_PRM, "marker: ", (0.1, 0.9), "outcome").write(tmp_path)
+    for make, message in (
+        (lambda: StepStops.of(chat.tokenizer, f"marker:{chat.tokenizer.eos_token}"), "a text that responses can hold"),
+        (lambda: RewardSettings(steps="marker:"), "to name the text after each step"),
+        (lambda: RewardSettings(steps="marker"), "marker:TEXT, but got"),
+        (lambda: read_reward_file(tmp_path), "to name the text after each step"),
+    ):
+        with pytest.raises(InputError, match=message):
+            make()

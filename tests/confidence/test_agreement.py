@@ -1,4 +1,4 @@
-"""Confidences by agreement, against the figures of uqlm and lm-polygraph on the same inputs; names of estimators."""
+"""Confidences by agreement, against the figures of uqlm and lm-polygraph on the same inputs."""
 
 import random
 from collections.abc import Callable
@@ -8,24 +8,21 @@ from typing import Any
 
 import pytest
 import torch
-from support.strategy_pools import make_entry
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import BertConfig, BertForSequenceClassification, PreTrainedTokenizerFast
 
 from selfcal_lightning.confidence import agreement
-from selfcal_lightning.confidence.base import STORED
 from selfcal_lightning.confidence.estimators import ResponseConsistency
-from selfcal_lightning.confidence.registry import ESTIMATORS, estimator_settings
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.records import Question, QuestionSamples, Sample
 
 
-def pool(answers: list[str | None], logprobs: list[list[float]] | None = None) -> list[QuestionSamples]:
+def pool(answers: list[str | None], logprobs: list | None = None, name: str = "q") -> list[QuestionSamples]:
     samples = [
-        Sample("q", i, 0, f"It is {answer}.", tuple(range(len(row))), "stop", answer, None, logprob=sum(row))
+        Sample(name, i, 0, f"It is {answer}.", tuple(range(len(row))), "stop", answer, None, logprob=sum(row))
         for i, (answer, row) in enumerate(zip(answers, logprobs or [[-0.5]] * len(answers), strict=True))
     ]
-    return [QuestionSamples(Question("q", "local_text", (), None, "Who?"), tuple(samples), "test")]
+    return [QuestionSamples(Question(name, "local_text", (), None, "Who?"), tuple(samples), "test")]
 
 
 @pytest.mark.parametrize(
@@ -115,17 +112,13 @@ def test_the_entailment_label_is_found_by_name(tmp_path: Path) -> None:
         agreement.EntailmentModel(str(tmp_path / "none"))
 
 
-def entry_of(answers: list[str | None], name: str = "q") -> Any:
-    return make_entry(answers, [0.5] * len(answers), name=name)
-
-
 def test_the_formula_equals_the_vectors(vectors: Callable[[str], dict[str, Any]]) -> None:
     """The reference draws k samples and takes the share of the commonest; the draw is replayed here."""
     compared = 0
     for case in vectors("response_consistency")["cases"]:
         drawn = random.Random(case["seed"]).sample(case["parsed"], case["k"])
         commonest = case["out"]["most_common_answer"]
-        scores = ResponseConsistency().score([entry_of(drawn)])[0]
+        scores = ResponseConsistency().score(pool(drawn))[0]
         if commonest is None:  # there None is an answer, here it has no confidence
             assert scores == [None] * len(drawn)
             continue
@@ -136,38 +129,21 @@ def test_the_formula_equals_the_vectors(vectors: Callable[[str], dict[str, Any]]
 
 
 def test_by_hand() -> None:
-    pool = [entry_of(["7", "7", "8", None]), entry_of([None]), entry_of([])]
-    assert ResponseConsistency().score(pool) == [[0.5, 0.5, 0.25, None], [None], []]
-    assert ResponseConsistency(num_samples=9).score(pool[:1]) == [[0.5, 0.5, 0.25, None]]
+    found = [*pool(["7", "7", "8", None]), *pool([None]), *pool([])]
+    assert ResponseConsistency().score(found) == [[0.5, 0.5, 0.25, None], [None], []]
+    assert ResponseConsistency(num_samples=9).score(found[:1]) == [[0.5, 0.5, 0.25, None]]
     # Of 4 readable equal answers and 4 unreadable, any draw of 4 gives the number of readable ones in it over 4.
-    entry = entry_of(["7", None] * 4)
-    row = ResponseConsistency(num_samples=4).score([entry])[0]
+    row = ResponseConsistency(num_samples=4).score(pool(["7", None] * 4))[0]
     assert row[1::2] == [None] * 4
     assert len(set(row[::2])) == 1
     assert row[0] in {0.0, 0.25, 0.5, 0.75, 1.0}
 
 
 def test_the_draw_is_without_replacement_and_by_question() -> None:
-    entry = entry_of([str(i) for i in range(8)])
-    row = ResponseConsistency(num_samples=3).score([entry])[0]
+    entries = pool([str(i) for i in range(8)])
+    (row,) = ResponseConsistency(num_samples=3).score(entries)
     assert sorted(row) == [0.0] * 5 + [pytest.approx(1 / 3)] * 3
-    assert ResponseConsistency(num_samples=3).score([entry_of(["b"]), entry])[1] == row, "alone or not"
-    others = [ResponseConsistency(num_samples=3).score([entry_of(list("abcdefgh"), f"q{i}")])[0] for i in range(9)]
+    assert ResponseConsistency(num_samples=3).score([*pool(["b"]), *entries])[1] == row, "alone or not"
+    others = [ResponseConsistency(num_samples=3).score(pool([*"abcdefgh"], name=f"q{i}"))[0] for i in range(9)]
     assert len({tuple(other) for other in others}) > 1
-    assert ResponseConsistency(num_samples=3, seed=1).score([entry])[0] != row
-    with pytest.raises(ValueError, match="`num_samples` to be a positive integer, but got 0"):
-        ResponseConsistency(num_samples=0)
-
-
-def test_names_and_settings() -> None:
-    consistency = ESTIMATORS["response_consistency"](**estimator_settings("response_consistency", num_samples=1))
-    entry = entry_of(["7", "8"])
-    assert sorted(consistency.score([entry])[0]) == [0.0, 1.0]
-    assert consistency.score([replace(entry, samples=())]) == [[]]
-    with pytest.raises(ValueError, match=r"got 'self_certanty'\. Did you mean 'self_certainty'\?"):
-        ESTIMATORS["self_certanty"]
-    assert set(STORED) <= set(ESTIMATORS)
-    among = {"sasc_std", "sasc_certainty", "sasc_double"}
-    meanings = {"semantic_share", "semantic_entropy", "cocoa", "two_sample_hybrid"}
-    looking = {name for name, kind in ESTIMATORS.items() if kind.needs_pool}
-    assert looking == {"response_consistency", *among, *meanings}
+    assert ResponseConsistency(num_samples=3, seed=1).score(entries)[0] != row

@@ -73,7 +73,6 @@ def test_batches_of_any_size_agree(engine: TransformersEngine, pool: Pool, token
 
 
 def test_packed_rows_and_rows_apart_agree(engine: TransformersEngine, pool: Pool) -> None:
-    """Of all that is read of a token, and of the states of its layers; a prompt is read once for its responses."""
     found, sizes = {}, {}
     for packs in (True, False):
         reader = TokenReader(engine._model.network, engine.chat)

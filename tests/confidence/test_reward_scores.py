@@ -17,7 +17,6 @@ from selfcal_lightning.cli import run
 from selfcal_lightning.commands.fit_confidence import run_fit_threshold
 from selfcal_lightning.commands.score import run_score
 from selfcal_lightning.confidence.base import confidence_of
-from selfcal_lightning.confidence.features import LOGIT
 from selfcal_lightning.confidence.registry import REWARDS
 from selfcal_lightning.core import plugins
 from selfcal_lightning.data.step_settings import RewardSettings
@@ -49,7 +48,7 @@ def test_scores_lie_beside_the_rows_and_choose_the_best_of_n(store: Path, prm: R
     rows = [row for question in open_rewards(prm).read(list(SampleStore(store).samples())) for row in question]
     assert sum(row is not None and len(row) > 1 for row in rows) > TOTAL // 2
     for name, how in zip(STEPS, ("last", "min", "prod"), strict=True):
-        expected = [np.nan if row is None else aggregate(row, how) for row in rows]  # type: ignore[arg-type]
+        expected = [np.nan if row is None else aggregate(row, how) for row in rows]
         assert confidences_of(store, name) == pytest.approx(expected, abs=1e-5, nan_ok=True)
     pool = list(SampleStore(store).samples(confidences=["prm"]))
     strategy = BestOfN(max_samples=NUM_SAMPLES, confidence="prm")
@@ -146,11 +145,6 @@ def test_a_format_of_a_plug_in_scores_a_pool(tiny_model: str, tmp_path: Path, ca
     assert found[2] is None, "white space is no response"
     assert 0.0 < found[0] < 1.0
     assert found[0] != found[1]
-    evaluated = ["evaluate", "--pools.mine", str(scored), "--output_dir", str(tmp_path / "out")]
-    evaluated += ["--confidences", "[orm]"]
-    few = ["--strategies", "[best_of_n, cisc]", "--num_resamples", "20", "--num_reshuffles", "2"]
-    assert run([*evaluated, *few]) == 0, capsys.readouterr().err
-    assert "orm" in (tmp_path / "out" / "strategies.md").read_text()
     assert "orm: scored 3 of 3 responses (0 had it before); 1 got none" in capsys.readouterr().err
 
 
@@ -158,30 +152,8 @@ def test_empty_and_cut_responses_are_counted_or_scored_as_they_stand(prm: Reward
     texts = ["34+75=109. The answer is 109.", "", "So 34+75=1"]
     pool = write_number_pool(tmp_path / "pool.jsonl", {"q": [{"text": text} for text in texts]})
     where = {"pool": str(pool), "output": str(tmp_path / "out.jsonl")}
-    (report,) = run_score("prm", reward=prm, **where)  # type: ignore[arg-type]
+    (report,) = run_score("prm", reward=prm, **where)
     assert (report.scored, report.unknown) == (3, 1)
     responses = json.loads((tmp_path / "out.jsonl").read_text())["responses"]
     scores = [response.get("confidence", {}).get("prm") for response in responses]
     assert [score is None for score in scores] == [False, True, False], "the cut one has a step, the empty one has none"
-
-
-@pytest.mark.slow
-def test_others_take_them_by_their_names(store: Path, prm: RewardSettings, tiny_model: str, tmp_path: Path) -> None:
-    run_score(STEPS, str(store), reward=prm)
-    format = reward_format("rlhflow-orm")
-    whole = RewardSettings(stand_in(tiny_model, tmp_path / "orm", format), format.name)
-    run_score("orm", str(store), reward=whole)
-    names = [*STEPS, "orm"]
-    fused, threshold = str(tmp_path / "fused.json"), str(tmp_path / "threshold.json")
-    features = json.dumps(["mean_logprob", f"{LOGIT}prm", f"{LOGIT}orm"])
-    pool = ["--pool", str(store), "--use_all", "true"]
-    assert run(["fit-confidence", *pool, "--output", fused, "--features", features]) == 0
-    chosen = ["--confidence", "prm_min", "--strategy", "early_stopping", "--budget", "2", "--num_reshuffles", "3"]
-    assert run(["fit-threshold", *pool, "--output", threshold, *chosen]) == 0
-    assert json.loads(Path(threshold).read_text())["fields"]["confidence"] == "prm_min"
-    given = json.dumps([{"name": "base", "path": str(store), "confidences": names}])
-    asked = ["--confidences", json.dumps(names), "--strategies", '["self_consistency", "best_of_n"]']
-    folder = tmp_path / "evaluation"
-    assert run(["evaluate", "--pools", given, *asked, "--num_reshuffles", "3", "--output_dir", str(folder)]) == 0
-    table = (folder / "strategies.md").read_text()
-    assert all(f"by {name}" in table or f"| {name} " in table for name in names)

@@ -99,37 +99,23 @@ def test_a_constant_confidence_scales_to_the_share_right(constant: float, repeat
     assert map_.transform(np.array([constant, constant + 0.05])) == pytest.approx(np.full(2, share), abs=1e-6)
 
 
-@pytest.mark.parametrize("kind", ["temperature", "platt", "isotonic"])
+@pytest.mark.parametrize("kind", scaling.SCALER_KINDS)
 def test_scaler_repairs_calibration_on_other_questions_and_survives_its_file(kind: Any, tmp_path: Path) -> None:
-    scaler = scaling.fit_scaler(overconfident_pool(200), kind, held_out=overconfident_pool(200, prefix="new", seed=1))
-    assert scaler.held_out_before is not None
-    assert scaler.held_out_after is not None
-    assert scaler.held_out_before.ece > 0.12  # type: ignore[operator]
-    assert scaler.held_out_after.ece < 0.06  # type: ignore[operator]
+    pool = overconfident_pool(200)
+    scaler = scaling.fit_scaler(pool, kind, name="scaled", held_out=overconfident_pool(200, prefix="new", seed=1))
+    assert scaler.held_out_before.ece > 0.12
+    assert scaler.held_out_after.ece < 0.06
     if kind != "isotonic":  # strictly rising: the ranking stays
         assert scaler.after.auroc == pytest.approx(scaler.before.auroc, abs=1e-12)
     path = tmp_path / "deep" / "scaler.json"
     scaler.save(path)
     assert load_scorer(path) == scaler
-    content = json.loads(path.read_text())
-    assert content["kind"] == kind
-    assert content["source"] == "p_true"
-    assert content["name"] == f"p_true_{kind}"
-    assert content["fitted_on"]["split_hash"] == split_hash(f"q{number}" for number in range(200))
-    assert content["fitted_on"]["num_questions"] == 200
-    assert content["fitted_on"]["num_responses"] == 1600
-
-
-@pytest.mark.parametrize("kind", scaling.SCALER_KINDS)
-def test_scaler_scores_a_sample_like_its_map(kind: scaling.ScalerKind) -> None:
-    pool = overconfident_pool(20)
-    scaler = scaling.fit_scaler(pool, kind, name="scaled")
-    confidence, _ = columns_of(pool)
+    fitted_on = json.loads(path.read_text())["fitted_on"]
+    assert fitted_on["split_hash"] == split_hash(f"q{number}" for number in range(200))
+    assert (fitted_on["num_questions"], fitted_on["num_responses"]) == (200, 1600)
     found = [add_scores(sample, [scaler]).confidences["scaled"] for entry in pool for sample in entry.samples]
-    assert found == pytest.approx(scaler.map.transform(confidence).tolist(), abs=1e-12)
-    without = make_entry(["a"], [None]).samples[0]
-    assert scaler.score_sample(without) is None
-    assert "scaled" not in add_scores(without, [scaler]).confidences
+    assert found == pytest.approx(scaler.map.transform(columns_of(pool)[0]).tolist(), abs=1e-12)
+    assert "scaled" not in add_scores(make_entry(["a"], [None]).samples[0], [scaler]).confidences
 
 
 @pytest.mark.parametrize(
@@ -151,7 +137,7 @@ def test_scores_that_are_no_probability_scale_without_a_logit(source: str, known
     assert scaler.after.ece is not None
     with pytest.raises(ValueError, match=f"'{source}'"):
         scaling.fit_scaler(pool, "temperature", source=source, known=known)
-    assert scaling.fit_scaler(pool, "platt", source="shape", name="mine").map.takes_logit  # type: ignore[union-attr]
+    assert scaling.fit_scaler(pool, "platt", source="shape", name="mine").map.takes_logit
 
 
 def test_unreadable_counts_as_wrong_and_what_is_missing_or_infinite_is_left_out() -> None:
@@ -175,16 +161,12 @@ def test_unreadable_counts_as_wrong_and_what_is_missing_or_infinite_is_left_out(
     [
         ({"source": "verbalized"}, "selfcal score --estimator verbalized"),
         ({"name": "p_true"}, "`name` .* 'p_true'"),
-        ({"name": ""}, "`name` .* ''"),
         ({"held_out": overconfident_pool(5)}, "not fitted on, but got 5 of 5"),
-        ({"kind": "beta"}, "`kind` .* 'beta'"),
-        ({"pool": []}, "at least one response"),
         (
             {"pool": with_samples(overconfident_pool(5), lambda s: replace(s, correct=None))},
             "40 of 40 responses .* 'q0'",
         ),
         ({"pool": [make_entry([None], [None])]}, "'p_true' to fit on, but got none"),
-        ({"pool": [make_entry([None], [None])], "kind": "temperature"}, "'p_true' to fit on, but got none"),
         *(
             ({"pool": [make_entry(["a"] * 2, [0.5, 0.9])], "kind": kind}, "but all 2 are 1")
             for kind in scaling.SCALER_KINDS
@@ -196,38 +178,19 @@ def test_what_cannot_be_fitted_says_why(options: dict[str, Any], message: str) -
         scaling.fit_scaler(**{"pool": overconfident_pool(5), "kind": "platt", **options})
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"format": "other"}, "'other'"),
-        ({"version": 4}, "version 3, but got 4"),
-        ({"kind": "threshold"}, "'threshold'"),
-        ({"parameters": {"temperature": 0.0}}, "temperature=0.0"),
-        ({"parameters": {}}, "whole temperature"),
-        ({"fitted_on": {}}, "no field 'question_hashes'"),
-    ],
-)
-def test_a_file_that_is_not_whole_is_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_damaged_files_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "scaler.json"
     scaling.fit_scaler(overconfident_pool(5), "temperature").save(path)
-    path.write_bytes(sealed(json.loads(path.read_text()) | change))
-    with pytest.raises(ValueError, match=message):
-        load_scorer(path)
-
-
-def test_an_edited_slope_and_what_is_no_object_are_refused(tmp_path: Path) -> None:
-    path = tmp_path / "scaler.json"
-    scaling.fit_scaler(overconfident_pool(5), "platt").save(path)
     content = json.loads(path.read_text())
-    content["parameters"]["slope"] *= -1
-    path.write_text(json.dumps(content))
-    with pytest.raises(InputError, match=r"scaler\.json was changed or is damaged"):
-        load_scorer(path)
-    with pytest.raises(FileNotFoundError, match="absent"):
-        load_scorer(tmp_path / "absent.json")
-    for text in ("{", "[]"):
-        path.write_text(text)
-        with pytest.raises(ValueError, match=r"scaler\.json"):
+    for text, message in (
+        (path.read_bytes().replace(b'"p_true"', b'"p_false"'), "was changed or is damaged"),
+        (b"{", r"scaler\.json"),
+        (sealed(content | {"version": 4}), "version 3, but got 4"),
+        (sealed(content | {"parameters": {"temperature": 0.0}}), "temperature=0.0"),
+        (sealed(content | {"fitted_on": {}}), "no field 'question_hashes'"),
+    ):
+        path.write_bytes(text)
+        with pytest.raises(InputError, match=message):
             load_scorer(path)
 
 
@@ -242,8 +205,6 @@ def test_scorers_stand_in_the_order_of_computation(tmp_path: Path) -> None:
     assert load_scorers(paths) == [first, second]
     with pytest.raises(ValueError, match="'scaled' before 'twice'"):
         load_scorers(paths[::-1])
-    with pytest.raises(ValueError, match="different names"):
-        load_scorers([paths[0], paths[0]])
 
 
 def test_overlap_with_the_fitting_split_is_found_question_by_question() -> None:
@@ -263,5 +224,3 @@ def test_halves_are_disjoint_whole_and_the_same_whatever_the_order() -> None:
     other, _ = split_in_halves(ids, seed=1)
     shared = len(set(first) & set(other))
     assert 10 < shared < 41  # another seed deals anew: about half are shared
-    with pytest.raises(ValueError, match="at least 2"):
-        split_in_halves(["one", "one"])

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from support.recorded_pools import NUM_QUESTIONS, NUM_SAMPLES, confidences_of
 
-from selfcal_lightning.cli import run
 from selfcal_lightning.commands.pools import run_export_pool
 from selfcal_lightning.commands.score import run_score
 from selfcal_lightning.confidence import scoring
@@ -31,7 +30,6 @@ def flat(rows: list[list[Any]]) -> list[Any]:
 
 
 def rewrite(store: Path, folder: Path, change: Any, **fingerprint: Any) -> Path:
-    """Copy a store with other samples, and perhaps another fingerprint."""
     old = SampleStore(store).round_manifest().fingerprint
     copy = SampleStore.create_or_open(folder, replace(old, **fingerprint), num_samples=None, engine={})
     with copy.writer("a") as writer:
@@ -191,9 +189,6 @@ def test_export_writes_the_annotations_that_are_asked_for(store: Path, tmp_path:
         run_score("response_consistency", str(tmp_path / "imported"))
 
 
-# ---- JSON-lines pools
-
-
 @pytest.fixture
 def pool(sampled: Path, tmp_path: Path) -> Path:
     """The store as a pool without its confidences and token ids, with a failed response at the end."""
@@ -271,10 +266,6 @@ def test_a_pool_appears_whole_or_not_at_all(pool: Path, tmp_path: Path, monkeypa
 
 
 def test_bad_pools_are_named(pool: Path, tmp_path: Path) -> None:
-    twice = tmp_path / "twice.jsonl"
-    twice.write_text(pool.read_text().splitlines(keepends=True)[0] * 2)
-    with pytest.raises(ValueError, match=r"twice.jsonl:2: Expected `id` to be unique"):
-        run_score("response_consistency", pool=str(twice), output=str(tmp_path / "out.jsonl"))
     empty = tmp_path / "empty.jsonl"
     empty.write_text("")
     with pytest.raises(ValueError, match="to hold responses, but got none"):
@@ -283,22 +274,14 @@ def test_bad_pools_are_named(pool: Path, tmp_path: Path) -> None:
         run_score("p_true", pool=str(pool), output=str(tmp_path / "out.jsonl"))
 
 
-# ---- arguments and the command line
-
-
 @pytest.mark.parametrize(
     ("arguments", "field"),
     [
-        ({"estimator": [], "store_dir": "s"}, "estimator"),
-        ({"estimator": ["p_true", "p_true"], "store_dir": "s"}, "estimator"),
         ({"estimator": ["p_true", "verbalized"], "store_dir": "s", "name": "x"}, "name"),
-        ({}, "store_dir"),
         ({"pool": "p"}, "output"),
         ({"store_dir": "s", "output": "o"}, "store_dir"),
-        ({"pool": "p", "output": "o", "split": "x"}, "split"),
         ({"pool": "p", "output": "o", "shard": "0/2"}, "shard"),
         ({"store_dir": "s", "consistency_samples": 3}, "consistency_samples"),
-        ({"estimator": "response_consistency", "store_dir": "s", "consistency_samples": 0}, "consistency_samples"),
         ({"estimator": "prm", "store_dir": "s"}, "reward.model"),
         ({"store_dir": "s", "reward": RewardSettings("m")}, "reward"),
     ],
@@ -306,11 +289,3 @@ def test_bad_pools_are_named(pool: Path, tmp_path: Path) -> None:
 def test_mistakes_are_named(arguments: dict[str, Any], field: str) -> None:
     with pytest.raises(ValueError, match=f"`{field}`"):
         run_score(**{"estimator": "p_true", **arguments})
-
-
-def test_the_command_line(store: Path, capsys: pytest.CaptureFixture) -> None:
-    arguments = ["score", "--store_dir", str(store), "--estimator"]
-    assert run([*arguments, "[response_consistency]", "--consistency_samples", "2"]) == 0
-    assert "response_consistency: scored 12 of 12 responses" in capsys.readouterr().err
-    assert run([*arguments, "rewards"]) == 1
-    assert capsys.readouterr().err.startswith("selfcal score: error: Expected `estimator` to be one of")

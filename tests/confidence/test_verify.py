@@ -49,7 +49,7 @@ def verdicts(store: SampleStore) -> dict[str, list[bool | None]]:
 
 def judged(store: SampleStore, reply: Callable, **options: object) -> tuple[VerificationReport, ReplyingEngine]:
     engine = ReplyingEngine(reply, max_context=16_384)
-    return verify_store(store, engine, FakeChat(), **options), engine  # type: ignore[arg-type]
+    return verify_store(store, engine, FakeChat(), **options), engine
 
 
 def sensible(prompt: str) -> str:

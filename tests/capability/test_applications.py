@@ -49,7 +49,6 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def known(folder: Path, capabilities: list[float | None]) -> str:
-    """Write capabilities of made-up questions."""
     write_scores(folder / "known.jsonl", [QuestionScore(f"q{i}", "t", "?", p) for i, p in enumerate(capabilities)])
     return str(folder / "known.jsonl")
 
@@ -80,8 +79,6 @@ def test_pass_at_k_by_each_way(written: Path, tmp_path: Path, capsys: pytest.Cap
     assert "left out" not in capsys.readouterr().out
     run_predict_pass_at_k(known(tmp_path, [0.5, None, None]), str(output))
     assert "2 questions without a capability are left out" in capsys.readouterr().out
-    with pytest.raises(InputError, match="`zero_below` to lie in"):
-        run_predict_pass_at_k(str(written / "scores.jsonl"), str(output), zero_below=[2.0])
 
 
 def test_plans_by_hand(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -105,8 +102,6 @@ def test_plans_by_hand(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     plan = run_allocate(**options, budget=4, gain="geometric", maximum=3, skip_below=0.1)
     assert list(plan.samples.values()) == [3, 3, 3, 0]
     assert "7 of the budget's 16 samples are not given: `maximum` is 3" in capsys.readouterr().out
-    with pytest.raises(InputError, match="`maximum` to be at least 1, but got 0"):
-        run_allocate(**options, gain="geometric", maximum=0)
 
 
 def test_the_concentration_is_fitted_where_none_is_given(written: Path, tmp_path: Path) -> None:
@@ -124,7 +119,6 @@ def test_a_threshold_that_bounds_wrong_responses(written: Path, tmp_path: Path, 
     store, output = str(written / "store"), tmp_path / "abstention.json"
     values = run_score_questions(probe=str(written / "probe"), store_dir=store, split="calibration")
     found = run_fit_abstention_threshold(store, str(output), risk=0.9, delta=0.2)
-    assert found.threshold is not None
     record = json.loads(output.read_text())
     assert (record["threshold"], record["num_questions"]) == (found.threshold, 24)
     asked = [value is not None and value >= found.threshold for value in values]
@@ -144,23 +138,15 @@ def test_what_cannot_be(written: Path, tmp_path: Path) -> None:
     store, scores = str(written / "store"), str(written / "scores.jsonl")
     output = str(tmp_path / "out.jsonl")
     for options, words in (
-        ({"budget": 1e308}, "`budget` must be above 0 and at most"),
-        ({"budget": 0.001, "gain": "geometric"}, "`budget` to give .* questions a sample in all, but got 0.001 each"),
-        ({"concentration": -1.0}, "`concentration` must be above 0"),
-        ({"uniform_share": 1.5}, r"`uniform_share` to lie in \[0, 1\], but got 1.5"),
-        ({"gain": "best"}, "one of beta, geometric"),
         ({"gain": "geometric", "concentration": 1.0}, "with the gain 'beta' only"),
-        (
-            {"budget": 1.0, "minimum": 2, "gain": "geometric"},
-            "`budget` 1 gives 5 samples in all, fewer than the `minimum`",
-        ),
+        ({"budget": 1.0, "minimum": 2, "gain": "geometric"}, "`budget` 1 gives 5 samples in all, fewer than the"),
         ({"concentration": 1.0, "skip_below": 1.5}, "a capability of at least 1.5"),
         ({"calibration_pool": store, "estimator": "other"}, "Expected 'other' to be a value"),
         ({"calibration_pool": store, "calibration_split": "test"}, "has a value of 'probe'"),
         ({"calibration_pool": store, "calibration_split": "train"}, "'probe' was fitted on"),
     ):
         with pytest.raises(InputError, match=words):
-            run_allocate(scores, output, **options)  # type: ignore[arg-type]
+            run_allocate(scores, output, **options)
     with pytest.raises(InputError, match="but got none for 1, such as 'q1'"):
         run_allocate(known(tmp_path, [0.5, None]), output, gain="geometric")
     with pytest.raises(InputError, match="but got none for 1"):
@@ -168,11 +154,8 @@ def test_what_cannot_be(written: Path, tmp_path: Path) -> None:
     (tmp_path / "wrong.jsonl").write_text('{"id": "q", "capability": 1.5}\n')
     with pytest.raises(InputError, match=r"wrong.jsonl:1: .* a number in \[0, 1\] or null"):
         read_scores(tmp_path / "wrong.jsonl")
-    for ks in ([1, 16], [0], []):
-        with pytest.raises(InputError, match=r"`ks` to lie between 1 and 8, the fewest responses .* but got \["):
-            run_fit_capability_maps(store, output, ks=ks)
-    with pytest.raises(InputError, match="`ks` to be positive"):
-        run_predict_pass_at_k(scores, output, ks=[0])
+    with pytest.raises(InputError, match=r"`ks` to lie between 1 and 8, the fewest responses .* but got \["):
+        run_fit_capability_maps(store, output, ks=[1, 16])
 
 
 def test_scores_and_calibration_have_one_origin(written: Path, tmp_path: Path) -> None:
@@ -202,9 +185,6 @@ def test_a_plan_is_sampled(written: Path, tmp_path: Path) -> None:
     }
 
 
-# ---- maps of capabilities, kept in a file
-
-
 def test_a_file_gives_what_was_fitted(written: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     kept = load_maps(written / "maps.json")
     assert (kept.estimator, kept.fitted_on.num_questions) == ("probe", 24)
@@ -232,8 +212,6 @@ def test_maps_are_those_of_the_functions() -> None:
     assert not np.isnan(ways["maps"][0]).any()
     beyond = fit_capability_maps(p, correct, samples, ks=[16]).pass_at_k(other, (16,))
     assert np.isnan(beyond["maps"]).all(), "eight responses have no map for sixteen"
-    with pytest.raises(InputError, match="`map` to be one of isotonic, quantile"):
-        maps.apply("isotone", other)  # type: ignore[arg-type]
     with pytest.raises(InputError, match="`predicted` to be known"):
         fit_capability_maps([np.nan, *p[1:]], correct, samples)
 
@@ -243,8 +221,8 @@ def test_scores_are_mapped_by_name(written: Path, tmp_path: Path) -> None:
     plain = np.array([one.capability for one in read_scores(scores)])
     for name in ("isotonic", "quantile"):
         output = str(tmp_path / f"{name}.jsonl")
-        mapped = run_map_scores(scores, str(written / "maps.json"), output, map=name)  # type: ignore[arg-type]
-        np.testing.assert_allclose([one.capability for one in read_scores(output)], maps.apply(name, plain))  # type: ignore[arg-type]
+        mapped = run_map_scores(scores, str(written / "maps.json"), output, map=name)
+        np.testing.assert_allclose([one.capability for one in read_scores(output)], maps.apply(name, plain))
         with pytest.raises(InputError, match=r"are mapped, or of another probe, .* Give those of"):
             run_map_scores(output, str(written / "maps.json"), str(tmp_path / "twice.jsonl"))
     assert len({one.scored_by for one in mapped}) == 1
@@ -282,12 +260,7 @@ def test_the_verbs_read_the_file_instead_of_a_pool(written: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("changed", "words"),
-    [
-        ({"version": 9}, "of version 9"),
-        ({"inflated": {}}, "to hold whole maps, but got TypeError"),
-        ({"knots": None}, "to hold whole maps, but got TypeError"),
-    ],
+    ("changed", "words"), [({"version": 9}, "of version 9"), ({"knots": None}, "to hold whole maps")]
 )
 def test_other_files_are_refused(written: Path, tmp_path: Path, changed: dict, words: str) -> None:
     record = json.loads((written / "maps.json").read_text())
@@ -301,5 +274,3 @@ def test_maps_on_the_command_line(written: Path, tmp_path: Path, capsys: pytest.
     assert run(["fit-capability-maps", "--pool", str(written / "store"), "--output", maps, "--ks", "[1,4]"]) == 0
     assert run(["map-scores", "--scores", str(written / "scores.jsonl"), "--maps", maps, "--output", out]) == 0
     assert "isotonic: mean capability" in capsys.readouterr().out
-    assert run(["map-scores", "--scores", out, "--maps", str(tmp_path / "no.json"), "--output", f"{out}.2"]) == 1
-    assert "`maps`: there is no file" in capsys.readouterr().err

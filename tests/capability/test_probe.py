@@ -43,7 +43,6 @@ def place(written: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let nothing load a model."""
     refuse = Mock(side_effect=AssertionError("nothing has to be loaded"))
     monkeypatch.setattr("selfcal_lightning.engines.transformers.engine.load_network", refuse)
 
@@ -160,14 +159,12 @@ def test_what_cannot_be_fitted(place: Path, tiny_model: str, tmp_path: Path) -> 
     pool = tmp_path / "pool.jsonl"
     pool.write_text('{"question": "1 + 1?", "answer": "2", "responses": []}\n')
     store, output = str(place / "store"), tmp_path / "probe"
-    options: dict[str, Any]
     for options, message in (
         ({"model": other}, "Expected the model and adapter that gave the responses"),
         ({"model": str(retold)}, "sampled with another chat template"),
         ({"split": "none"}, "questions of split 'none' .* but got none. It holds the split calibration"),
         ({"pool": str(pool), "task": "gsm8k", "model": "bundled", "split": None}, r"pool.jsonl"),
         ({"engine": EngineSettings("vllm")}, "to be transformers where hidden states are read"),
-        ({"engine": EngineSettings("openai")}, "to be transformers where hidden states are read"),
         ({"output": store}, "which is no probe"),
     ):
         with pytest.raises(InputError, match=message):
@@ -211,7 +208,7 @@ def test_targets_that_teach_nothing_are_refused(tmp_path: Path, no_engine: None)
         (single, "top_share", "`target` top_share is 1 for all 40"),
     ):
         with pytest.raises(InputError, match=message):
-            run_fit_probe(str(store), str(tmp_path / "probe"), target=target)  # type: ignore[arg-type]
+            run_fit_probe(str(store), str(tmp_path / "probe"), target=target)
     assert not (tmp_path / "probe").exists()
 
 
@@ -244,12 +241,10 @@ def test_options_that_contradict_one_another(place: Path) -> None:
         ({}, "either `store_dir`, or `output` with `questions` or with a `task`, but got none"),
         ({"store_dir": store}, "`probe` goes with the estimator 'probe'"),
         ({"store_dir": store, "estimator": "p_true_before", "probe": "p"}, "estimator 'probe', but got 'p'"),
-        ({"store_dir": store, "estimator": "prob"}, "but got 'prob'. Did you mean 'probe'"),
-        ({"store_dir": store, "probe": "nowhere"}, "No probe in nowhere"),
         ({"questions": "q", "output": "o", "probe": "p"}, "`model` where there is no `store_dir`"),
     ):
-        with pytest.raises((InputError, FileNotFoundError), match=words):
-            run_score_questions(**options)  # type: ignore[arg-type]
+        with pytest.raises(InputError, match=words):
+            run_score_questions(**options)
 
 
 def test_the_command_line(place: Path, capsys: pytest.CaptureFixture) -> None:

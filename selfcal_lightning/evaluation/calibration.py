@@ -156,13 +156,12 @@ def votes_figure(rows: Sequence[VoteRow]) -> Figure:
 
 def _draw(axes: Axes, rows: Sequence[VoteRow]) -> None:
     for place, row in enumerate(rows):
-        ends = [(one.value, one.low, one.high) for one in row.accuracy]
-        values = [float(value or 0.0) for value, _, _ in ends]
-        below = [0.0 if low is None else value - low for value, (_, low, _) in zip(values, ends, strict=True)]
-        above = [0.0 if high is None else high - value for value, (_, _, high) in zip(values, ends, strict=True)]
+        values = np.array([one.value or 0.0 for one in row.accuracy])
+        low, high = np.array([(one.low, one.high) for one in row.accuracy], dtype=float).T
+        reach = np.nan_to_num([values - low, high - values]).clip(min=0.0)  # few resamples may leave the value out
         shift = _SHIFT ** (place - (len(rows) - 1) / 2)
         axes.errorbar(
-            [width * shift for width in row.widths], values, yerr=[below, above], label=row.label, capsize=2,
+            [width * shift for width in row.widths], values, yerr=reach, label=row.label, capsize=2,
             color=COLOURS.get(row.side), linestyle="-" if row.is_weighted else "--", marker="o", markersize=3,
             linewidth=1.4, elinewidth=0.7, alpha=1.0 if row.is_weighted else 0.8,
         )  # fmt: skip

@@ -217,9 +217,6 @@ def test_predicted_values(module: SelfCalibrationModule, tiny_model: str, base_s
         assert values == pytest.approx(SampleStore(own_store).index().p_true, abs=1e-5)
 
 
-# ---- what an activated adapter cannot
-
-
 def test_later_rounds_are_refused_with_the_reason(tiny_model: str, tmp_path: Path) -> None:
     data = data_module(tiny_model, tmp_path / "store", regenerate_every_n_epochs=1)
     trainer = trainer_with(generation(), max_epochs=2, reload_dataloaders_every_n_epochs=1)

@@ -14,21 +14,13 @@ from selfcal_lightning.data.pools.recorded import load_pool, load_recorded_pool
 from selfcal_lightning.evaluation.inputs import PoolSource
 
 
-def test_file_without_split_answers_or_confidences(tmp_path: Path) -> None:
-    texts = [{"text": "The answer is 1."}, {"text": "The answer is 2."}, {"text": "no idea"}]
-    pool = load_recorded_pool(write_number_pool(tmp_path / "pool.jsonl", {"a": texts, "b": []}))
-    (entry,) = pool.entries  # a question without responses is left out
-    assert [(s.answer, s.correct) for s in entry.samples] == [("1", True), ("2", False), (None, False)]
-    assert entry.split == "test"
-    assert not pool.has_lengths
-    assert pool.query_tokens == 0
-
-
 def test_stated_lengths_are_kept_for_costs_and_fusions(tmp_path: Path) -> None:
     responses = [{"text": "1", "tokens": 7}, {"text": "1", "tokens": [5, 6, 7]}]
     pool = load_recorded_pool(write_number_pool(tmp_path / "pool.jsonl", {"a": responses}))
     assert [sample.num_tokens for sample in pool.entries[0].samples] == [7, 3]
     assert pool.has_lengths
+    bare = load_recorded_pool(write_number_pool(tmp_path / "bare.jsonl", {"a": [{"text": "1"}], "b": []}))
+    assert (bare.has_lengths, bare.query_tokens, bare.entries[0].split) == (False, 0, "test")
     assert [feature_value(sample, "num_tokens") for sample in pool.entries[0].samples] == [7.0, 3.0]
     assert "num_tokens" not in carried_confidences(pool)
     assert pool.entries[0].samples[1].token_ids == (5, 6, 7)
@@ -65,17 +57,10 @@ def test_split_of_a_file(tmp_path: Path) -> None:
     only = write_number_pool(tmp_path / "only.jsonl", {"a": [{"text": "1"}]}, split="train")
     with pytest.raises(ValueError, match="to hold questions of split 'ood'"):
         load_pool(only, split="ood")
-
-
-def test_bad_pools_say_what_is_wrong(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="absent"):
         load_pool(tmp_path / "absent")
-    path = write_number_pool(tmp_path / "pool.jsonl", {"a": [{"text": "1"}]})
     with pytest.raises(ValueError, match="import-pool"):
-        load_pool(path, confidences=["c"])
-    path.write_text(path.read_text() * 2)
-    with pytest.raises(ValueError, match=r"pool.jsonl:2: Expected `id` to be unique, but got 'a' again, from line 1"):
-        load_pool(path)
+        load_pool(only, confidences=["c"])
 
 
 def test_rows_of_a_data_set_with_responses(tmp_path: Path) -> None:
@@ -109,7 +94,6 @@ def test_other_questions_under_the_same_ids_are_said(tmp_path: Path, capsys: pyt
 
 @pytest.mark.parametrize("order", [1, -1])
 def test_test_sets_with_different_confidences_compare_those_of_all(tmp_path: Path, order: int) -> None:
-    """Which confidences weigh votes does not depend on the order of the test sets."""
     sources = []
     for name, confidence in (("few", {"p_true": 0.5}), ("many", {"p_true": 0.5, "other": 0.5})):
         responses = [{"text": f"The answer is {number}.", "confidence": confidence} for number in (1, 2)]

@@ -159,7 +159,6 @@ def test_two_pools_are_compared_on_the_questions_of_both(tmp_path: Path, capsys:
 
 
 def evaluation(folder: Path, answers: str, ids: range, **fields: str) -> Path:
-    """Evaluate a pool of questions with these answers of their three samples."""
     folder.mkdir()
     samples = [{"text": text, "confidence": {"p_true": 0.9 - n / 5}} for n, text in enumerate(answers)]
     pool = write_number_pool(folder / "pool.jsonl", {f"q{i}": samples for i in ids}, **{"reference": "4", **fields})
@@ -206,8 +205,6 @@ def test_a_store_without_a_response_is_refused(tmp_path: Path) -> None:
     make_store(tmp_path)
     with pytest.raises(InputError, match="to hold responses, but got none: finish `selfcal generate`"):
         run_view(str(tmp_path), output=str(tmp_path / "view.html"))
-    with pytest.raises(InputError, match=r"`threshold` to lie in \[0, 1\], but got 70"):
-        run_view(str(tmp_path), output=str(tmp_path / "view.html"), threshold=70)
 
 
 def test_tokens_are_coloured_by_their_log_probability(tmp_path: Path) -> None:

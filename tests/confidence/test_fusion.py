@@ -1,6 +1,5 @@
 import json
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -227,17 +226,13 @@ def carrying(name: str, *, prefix: str) -> RecordedPool:
     return RecordedPool(tuple(entries), tuple((1,) * 4 for _ in entries))
 
 
-def scored(pool: RecordedPool, scorers: Sequence[SampleScorer]) -> tuple[QuestionSamples, ...]:
-    return scored_pool(pool.entries, scorers)
-
-
 def chain() -> list[SampleScorer]:
     """A scaler of response consistency, a scaler of that, and a fusion of that with P(True)."""
     pool = carrying(CONSISTENCY, prefix="c")
     first = fit_scaler(pool.entries, "platt", source=CONSISTENCY, name="calm")
-    second = fit_scaler(scored(pool, [first]), "isotonic", source="calm", name="calmer", known=[first])
+    second = fit_scaler(scored_pool(pool.entries, [first]), "isotonic", source="calm", name="calmer", known=[first])
     fusion = fit_fusion(
-        scored(pool, [first, second]), ["p_true", "logit:calmer"], name="both", allow_pool_features=True,
+        scored_pool(pool.entries, [first, second]), ["p_true", "logit:calmer"], name="both", allow_pool_features=True,
         known=[first, second],
     )  # fmt: skip
     return [first, second, fusion]
@@ -271,7 +266,7 @@ def test_fitted_forms_are_refused_as_the_plain_one_is(name: str) -> None:
 def test_the_source_is_asked_at_use_too() -> None:
     """Whoever fits a scaler of a scaler without naming the first one does not get around it."""
     first = chain()[0]
-    second = fit_scaler(scored(carrying(CONSISTENCY, prefix="c"), [first]), "platt", source="calm")
+    second = fit_scaler(scored_pool(carrying(CONSISTENCY, prefix="c").entries, [first]), "platt", source="calm")
     assert not second.needs_pool
     with pytest.raises(ValueError, match="calm_platt, which depend on the other responses"):
         weigh_pool(carrying(CONSISTENCY, prefix="t"), ["calm_platt"], [first, second])

@@ -2,16 +2,17 @@
 
 import random
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from itertools import zip_longest
-from typing import TypeVar
+from operator import eq
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerFast
 
 from selfcal_lightning.data.tasks import word_problems
@@ -69,49 +70,34 @@ def write_pupil_solution(problem: word_problems.Problem, rng: random.Random, cha
 _EQUATION = re.compile(r"(\d+)([-+*/])(\d+)=(\d+)")
 _ANSWER = "The answer is "
 
-Flags = NDArray[np.bool_]
 
-
-def mark_wrong_characters(problem: word_problems.Problem, response: str) -> Flags:
+def mark_wrong_characters(problem: word_problems.Problem, response: str) -> NDArray[np.bool_]:
     """Return which characters of ``response`` stand in a step at or after its first wrong character [len(response)].
 
     A step is judged by itself: its numbers may come from a wrong step before. Sums and products may be written either
     way round. A response with too few or too many steps has a wrong answer sentence.
     """
-    wrong = np.zeros(len(response), dtype=bool)
     matches = list(_EQUATION.finditer(response))
+    steps: list[tuple[int, str, str]] = []  # where it begins, what is due there, and what was written
     written: dict[int, int] = {}
     for equation, match in zip(problem.equations, matches, strict=False):
-        due = _due_step(equation, match, written)
-        _mark(wrong, match.start(), f"{due}.", response[match.start() : match.end() + 1])
+        operator: word_problems.Operator = equation.operator
+        left = written.get(equation.left, equation.left)
+        right = equation.right if operator == "/" else written.get(equation.right, equation.right)  # divisors are given
+        if operator in "+*" and (int(match[3]), match[2], int(match[1])) == (left, operator, right):
+            left, right = right, left
+        due = f"{word_problems.Equation(left, operator, right)}."
+        steps.append((match.start(), due, response[match.start() : match.end() + 1]))
         if int(match[4]) != equation.result:
             written[equation.result] = int(match[4])
-    start = response.rfind(_ANSWER)
-    if start >= 0:
+    if (start := response.rfind(_ANSWER)) >= 0:
         complete = bool(matches) and len(matches) == len(problem.equations)
-        due_text = f"{_ANSWER}{int(matches[-1][4])}." if complete else ""
-        _mark(wrong, start, due_text, response[start:])
+        steps.append((start, f"{_ANSWER}{int(matches[-1][4])}." if complete else "", response[start:]))
+    wrong = np.zeros(len(response), dtype=bool)
+    for start, due, got in steps:
+        num_right = [*map(eq, due, got), False].index(False)
+        wrong[start + num_right : start + len(got)] = True
     return wrong
-
-
-def _due_step(
-    equation: word_problems.Equation, match: re.Match[str], written: dict[int, int]
-) -> word_problems.Equation:
-    """Return the equation that is due, with the numbers that the response wrote before, the way round it has them."""
-    operator: word_problems.Operator = equation.operator
-    left = written.get(equation.left, equation.left)
-    right = equation.right if operator == "/" else written.get(equation.right, equation.right)  # divisors are given
-    if operator in "+*" and (int(match[3]), match[2], int(match[1])) == (left, operator, right):
-        left, right = right, left
-    return word_problems.Equation(left, operator, right)
-
-
-def _mark(wrong: Flags, start: int, due: str, got: str) -> None:
-    """Set ``wrong`` from the first character of ``got``, which begins at ``start``, that differs from ``due``."""
-    differing = (index for index, character in enumerate(got) if due[index : index + 1] != character)
-    first = next(differing, None)
-    if first is not None:
-        wrong[start + first : start + len(got)] = True
 
 
 CONTROL_TOKENS = ("<|pad|>", "<|bos|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>")
@@ -125,23 +111,10 @@ FORGETTING = 0.3  # chance that a pupil forgets a carry
 FULL = word_problems.Difficulty(level_weights=(0.25, 0.4, 0.35), step_weights=(0.1, 0.25, 0.3, 0.2, 0.15))
 SHORT = word_problems.Difficulty(level_weights=(0.4, 0.35, 0.25), step_weights=(0.5, 0.5, 0.0, 0.0, 0.0))
 
-Row = TypeVar("Row")
+BATCH_TOKENS = 2_500  # with padding
+DRILLS_UNTIL, SHORT_UNTIL = 0.1, 0.45  # shares of all steps
 Part = tuple[str, bool]
 """A piece of text and whether its tokens are learnt."""
-
-
-@dataclass(frozen=True, slots=True)
-class Schedule:
-    """How long and how fast the generator is trained. Shares are of all optimiser steps."""
-
-    steps: int
-    batch_tokens: int = 2_500
-    muon_lr: float = 0.01
-    adam_lr: float = 3e-3
-    warmup: float = 0.02
-    decay_from: float = 0.55
-    drills_until: float = 0.1
-    short_until: float = 0.45
 
 
 def train_tokenizer(seed: int) -> PreTrainedTokenizerFast:
@@ -205,37 +178,34 @@ def encode_parts(tokenizer: PreTrainedTokenizerFast, parts: Sequence[Part]) -> t
     return [token for piece in encoded for token in piece], learnt
 
 
-def stream_batches(
-    tokenizer: PreTrainedTokenizerFast, schedule: Schedule, seed: int
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield ``(token ids [B, T], learnt [B, T])`` batches of similar lengths, one a step, along the curriculum."""
+def stream_batches(tokenizer: PreTrainedTokenizerFast, steps: int, seed: int) -> Iterator[tuple[Tensor, ...]]:
+    """Yield ``(token ids [B, T], learnt [B, T])``, one batch for each of the steps, along the curriculum."""
     rng = random.Random(f"train/{seed}")
     step = 0
     while True:
-        progress = step / schedule.steps
-        short = progress < schedule.short_until
-        drill_share = 1.0 if progress < schedule.drills_until else 0.3 if short else 0.1
+        progress = step / steps
+        short = progress < SHORT_UNTIL
+        drill_share = 1.0 if progress < DRILLS_UNTIL else 0.3 if short else 0.1
         difficulty = SHORT if short else FULL
         examples = []
         for _ in range(2_048):
             parts = write_drill_parts(rng) if rng.random() < drill_share else write_problem_parts(rng, difficulty)
-            ids, learnt = encode_parts(tokenizer, parts)
-            examples.append((ids[:CONTEXT], learnt[:CONTEXT]))
-        batches = list(cut_batches(examples, schedule.batch_tokens, lambda example: len(example[0])))
-        rng.shuffle(batches)
-        for batch in batches:
-            ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(i) for i, _ in batch], batch_first=True)
-            learnt = torch.nn.utils.rnn.pad_sequence([torch.tensor(m) for _, m in batch], batch_first=True)
-            yield ids, learnt
+            examples.append([column[:CONTEXT] for column in encode_parts(tokenizer, parts)])
+        for batch in padded_batches(examples, rng, padding=(0, False)):
+            yield batch
             step += 1
 
 
-def cut_batches(examples: Iterable[Row], tokens: int, length: Callable[[Row], int]) -> Iterator[list[Row]]:
-    """Cut examples, sorted by length, into batches of at most ``tokens`` with padding."""
-    batch: list[Row] = []
-    for example in sorted(examples, key=length):
-        if batch and (len(batch) + 1) * length(example) > tokens:
-            yield batch
-            batch = []
-        batch.append(example)
-    yield batch
+def padded_batches(
+    examples: Sequence[Sequence[Sequence[Any]]], rng: random.Random, *, padding: Sequence[float]
+) -> Iterator[tuple[Tensor, ...]]:
+    """Yield batches of examples of similar lengths, in random order, their columns padded on the right [B, T]."""
+    batches: list[list[Any]] = [[]]
+    for example in sorted(examples, key=lambda example: len(example[0])):
+        if batches[-1] and (len(batches[-1]) + 1) * len(example[0]) > BATCH_TOKENS:
+            batches.append([])
+        batches[-1].append(example)
+    rng.shuffle(batches)
+    for batch in batches:
+        columns = ([torch.tensor(row) for row in column] for column in zip(*batch, strict=True))
+        yield tuple(pad_sequence(rows, True, value) for rows, value in zip(columns, padding, strict=True))

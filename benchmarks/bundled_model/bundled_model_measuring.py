@@ -9,9 +9,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
-import torch
 from shared.tables import triple
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from selfcal_lightning.confidence.base import P_TRUE
 from selfcal_lightning.data.tasks.judging import judge
@@ -19,8 +18,9 @@ from selfcal_lightning.data.tasks.word_problems import Problem, WordProblems
 from selfcal_lightning.engines.base import generate
 from selfcal_lightning.engines.transformers.engine import TransformersEngine
 from selfcal_lightning.evaluation.metrics import scored_responses
-from selfcal_lightning.metrics.arrays import AUROC, ECE, PASS_AT_1, WITHIN_QUESTION_AUROC, Floats
+from selfcal_lightning.metrics.arrays import AUROC, ECE, PASS_AT_1, WITHIN_QUESTION_AUROC
 from selfcal_lightning.metrics.bootstrap import bootstrap_interval, estimate_of, resample_weights
+from selfcal_lightning.models.causal_lm import load_causal_lm
 from selfcal_lightning.models.chat_format import ChatFormat, load_tokenizer
 from selfcal_lightning.records import Message, Question, QuestionSamples, Request, SamplingSettings, sample_seed
 
@@ -56,28 +56,22 @@ def draw_responses(
     engine = TransformersEngine.from_model(model, chat, max_batch=512, source="in memory")
     answered = {response.request_id: response for response in generate(engine, requests)}
     engine.close()
-    pool = []
-    for one in questions:
-        responses = [answered[f"{one.id}/{number}"] for number in range(samples)]
-        pool.append(QuestionSamples(one, judge(one, responses, task), "drawn"))
-    return pool
+    responses = {one: [answered[f"{one.id}/{number}"] for number in range(samples)] for one in questions}
+    return [QuestionSamples(one, judge(one, given, task), "drawn") for one, given in responses.items()]
 
 
 def measure(pool: Sequence[QuestionSamples]) -> Figures:
     ranked = (AUROC, WITHIN_QUESTION_AUROC)
-    found = {}
-    for name, metrics in ((P_TRUE, (PASS_AT_1, ECE, *ranked)), ("sequence_logprob", ranked)):
-        scored = scored_responses(pool, name=name)
-        columns = scored.confidence, scored.correct, scored.question_index
-        found[name] = bootstrap_interval(*columns, metrics=metrics)
-
-    def mean(column: str) -> Floats:
-        return np.array([np.mean([getattr(sample, column) for sample in entry.samples]) for entry in pool])
-
-    right, p_true = mean("correct"), mean("p_true")
-    majority, weighted = (
-        np.array([majority_is_right(entry, weighted=is_weighted) for entry in pool]) for is_weighted in (False, True)
+    of_p_true, of_logprob = (
+        bootstrap_interval(**vars(scored_responses(pool, name=name)), metrics=metrics)
+        for name, metrics in ((P_TRUE, (PASS_AT_1, ECE, *ranked)), ("sequence_logprob", ranked))
     )
+    right, p_true = (
+        np.array([np.mean([getattr(sample, column) for sample in entry.samples]) for entry in pool])
+        for column in ("correct", "p_true")
+    )
+    majority, weighted = (np.array([majority_is_right(entry, weighted=way) for entry in pool]) for way in (False, True))
+    weights = resample_weights(len(pool))
     figures = {
         "majority": majority,
         "majority_gain": majority - right,
@@ -89,15 +83,13 @@ def measure(pool: Sequence[QuestionSamples]) -> Figures:
         "overconfidence": p_true - right,
         "unreadable": np.array([np.mean([sample.answer is None for sample in entry.samples]) for entry in pool]),
     }
-    weights = resample_weights(len(pool))
-    estimates = {name: estimate_of(values @ weights) for name, values in figures.items()}
-    estimates |= {
-        "pass_at_1": found[P_TRUE][PASS_AT_1],
-        "ece": found[P_TRUE][ECE],
-        "auroc_p_true": found[P_TRUE][AUROC],
-        "auroc_logprob": found["sequence_logprob"][AUROC],
-        "within_auroc_p_true": found[P_TRUE][WITHIN_QUESTION_AUROC],
-        "within_auroc_logprob": found["sequence_logprob"][WITHIN_QUESTION_AUROC],
+    estimates = {name: estimate_of(values @ weights) for name, values in figures.items()} | {
+        "pass_at_1": of_p_true[PASS_AT_1],
+        "ece": of_p_true[ECE],
+        "auroc_p_true": of_p_true[AUROC],
+        "auroc_logprob": of_logprob[AUROC],
+        "within_auroc_p_true": of_p_true[WITHIN_QUESTION_AUROC],
+        "within_auroc_logprob": of_logprob[WITHIN_QUESTION_AUROC],
     }
     return {name: dict(zip(("value", "low", "high"), triple(one), strict=True)) for name, one in estimates.items()}
 
@@ -113,17 +105,14 @@ def majority_is_right(entry: QuestionSamples, *, weighted: bool) -> float:
 
 def evaluate(folder: Path, *, questions: int, samples: int, seed: int) -> dict[str, Figures]:
     chat = ChatFormat(load_tokenizer(str(folder)))
-    model = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, trust_remote_code=False, use_safetensors=True
-    ).eval()
+    model = load_causal_lm(str(folder), dtype="float32").eval()
     columns = {}
     for split in ("test_id", "test_ood"):
         problems = WordProblems().load_problems(split, limit=questions)
         for name, sampling in SAMPLING.items():
             drawn = draw_responses(model, chat, problems, samples=samples, sampling=sampling, seed=seed)
             columns[f"{split}, {name}"] = measure(drawn)
-            values = {figure: estimate["value"] for figure, estimate in columns[f"{split}, {name}"].items()}
-            print(f"{split}, {name}: {values}", flush=True)
+            print(f"{split}, {name}: measured", flush=True)
     return columns
 
 

@@ -13,58 +13,50 @@ last stage that finished.
 
 import argparse
 import json
-import os
 import shlex
 import shutil
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from bundled_model_data import FORGETTING, Schedule, train_tokenizer
+from bundled_model_data import FORGETTING, train_tokenizer
 from bundled_model_measuring import evaluate, unmet_targets
-from bundled_model_training import build_model, save, train
-from bundled_model_verification import BELIEVING, VERIFYING, Lesson, add_upper_layers, give_lesson
+from bundled_model_training import BELIEVING, VERIFYING, Schedule, add_upper_layers, build_model, give_lesson, train
+from shared.jobs import replace_folder
+from shared.study import ROOT
 from shared.tables import show, table
+from shared.timing import timed
 from transformers import LlamaForCausalLM
 
 from selfcal_lightning.core.files import is_empty_folder, json_object_or_none
 from selfcal_lightning.models.chat_format import DEFAULT_QUERY, ChatFormat, load_tokenizer
 
 RECORD = "stage.json"
-
-
-@dataclass(frozen=True, slots=True)
-class Stage:
-    name: str
-    settings: Schedule | Lesson
-    run: Callable[[LlamaForCausalLM], LlamaForCausalLM]
+Stage = tuple[Schedule, Callable[[LlamaForCausalLM], LlamaForCausalLM]]
 
 
 def run_stages(
     stages: Sequence[Stage], model: LlamaForCausalLM, *, folder: Path, seed: int, resume: bool
 ) -> tuple[LlamaForCausalLM, list[dict[str, Any]]]:
     records: list[dict[str, Any]] = []
-    for stage in stages:
-        place = folder / stage.name
+    for schedule, learn in stages:
+        place = folder / schedule.name
         kept = json.loads((place / RECORD).read_text()) if resume and (place / RECORD).exists() else None
-        resume = kept is not None and (kept["seed"], kept["settings"]) == (seed, asdict(stage.settings))
+        resume = kept is not None and (kept["seed"], kept["settings"]) == (seed, asdict(schedule))
         if resume:
-            print(f"{stage.name}: taken over from {place}", flush=True)
+            print(f"{schedule.name}: taken over from {place}", flush=True)
             model = LlamaForCausalLM.from_pretrained(place, dtype=torch.float32, use_safetensors=True)
             records.append(kept | {"taken_over": True})
             continue
-        started, processor_started = time.perf_counter(), time.process_time()
-        model = stage.run(model)
+        wall, processor, model = timed(partial(learn, model))
         records.append({
-            "name": stage.name, "seed": seed, "settings": asdict(stage.settings),
-            "minutes": round((time.perf_counter() - started) / 60, 1),
-            "processor_minutes": round((time.process_time() - processor_started) / 60, 1), "taken_over": False,
+            "name": schedule.name, "seed": seed, "settings": asdict(schedule), "minutes": round(wall / 60, 1),
+            "processor_minutes": round(processor / 60, 1), "taken_over": False,
         })  # fmt: skip
         shutil.rmtree(place, ignore_errors=True)
         model.save_pretrained(place)
@@ -130,31 +122,15 @@ Measured on these files in float32 with {report["questions"]} questions x {repor
     (folder / "README.md").write_text(text + "\n".join(table(["", *figures], rows, left=1 + len(figures))) + "\n")
 
 
-ROOT = Path(__file__).resolve().parents[2]
 OUTPUT = ROOT / "selfcal_lightning" / "assets" / "tiny_solver"
 BUILD = Path(tempfile.gettempdir()) / "tiny_solver_build"
 REPORT = "metrics.json"
 
 
-def replace_folder(source: Path, target: Path) -> None:
-    """Put ``source`` in the place of ``target``; a reader sees the old folder or the new one."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    staged, retired = target.with_name(f".{target.name}.new"), target.with_name(f".{target.name}.old")
-    for leftover in (staged, retired):
-        shutil.rmtree(leftover, ignore_errors=True)
-    shutil.copytree(source, staged)
-    if target.exists():
-        os.replace(target, retired)
-    os.replace(staged, target)
-    shutil.rmtree(retired, ignore_errors=True)
-
-
 def check_own(folder: Path, report: Path, option: str) -> None:
     """Stop where a folder that is about to be deleted was not made by this script, as its report would say."""
-    if not folder.exists() or is_empty_folder(folder):
-        return
     command = (json_object_or_none(report) or {}).get("command", "") if report.is_file() else ""
-    if Path(__file__).name not in command:
+    if folder.exists() and not is_empty_folder(folder) and Path(__file__).name not in command:
         raise SystemExit(f"Expected {option} to be new, or to hold a model of this script, but got {folder}.")
 
 
@@ -166,9 +142,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--samples", type=int, default=16, help="responses a question")
     parser.add_argument("--build", type=Path, default=BUILD, help="where the stages and the model are built")
     parser.add_argument("--output", type=Path, default=OUTPUT, help="folder to replace")
-    begin = parser.add_mutually_exclusive_group()
-    begin.add_argument("--resume", action="store_true", help="take over the finished stages that lie in --build")
-    begin.add_argument("--measure-only", action="store_true", help="measure the model that lies in --build")
+    parser.add_argument("--resume", action="store_true", help="take over the finished stages that lie in --build")
     return parser.parse_args()
 
 
@@ -182,16 +156,18 @@ def make(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     # Written first: by it a run that broke off knows its own folder again.
     (folder / REPORT).write_text(json.dumps({"command": command}) + "\n")
     chat = ChatFormat(load_tokenizer(str(folder)))
-    schedule, seed = Schedule(arguments.steps), arguments.seed
+    answering, seed = Schedule("answering", arguments.steps), arguments.seed
     teach = partial(give_lesson, chat=chat, seed=seed)
     stages = (
-        Stage("answering", schedule, lambda model: train(model, tokenizer, schedule, seed)),
-        Stage(VERIFYING.name, VERIFYING, lambda model: teach(add_upper_layers(model, seed=seed), lesson=VERIFYING)),
-        Stage(BELIEVING.name, BELIEVING, partial(teach, lesson=BELIEVING)),
+        (answering, lambda model: train(model, tokenizer, answering, seed)),
+        (VERIFYING, lambda model: teach(add_upper_layers(model, seed=seed), lesson=VERIFYING)),
+        (BELIEVING, partial(teach, lesson=BELIEVING)),
     )
     untrained = build_model(tokenizer, seed)
     model, records = run_stages(stages, untrained, folder=arguments.build, seed=seed, resume=arguments.resume)
-    save(model, tokenizer, folder)
+    model.set_attn_implementation("sdpa")
+    model.to(torch.bfloat16).save_pretrained(folder)
+    (folder / "model.safetensors").chmod(0o644)
     made = {"command": command, "seed": seed, "parameters": model.num_parameters(), "torch": torch.__version__}
     return {**made, "stages": records}
 
@@ -203,15 +179,10 @@ def main() -> None:
     report_path = folder / REPORT
     check_own(arguments.build, report_path, "--build")
     check_own(arguments.output, arguments.output / REPORT, "--output")
-    if arguments.measure_only:
-        report = json.loads(report_path.read_text())
-    else:
-        report = make(arguments, folder)
-        report_path.write_text(json.dumps(report, indent=2) + "\n")
-    started = time.process_time()
-    report |= {"questions": arguments.questions, "samples": arguments.samples}
-    report["figures"] = evaluate(folder, questions=arguments.questions, samples=arguments.samples, seed=arguments.seed)
-    report["measure_processor_minutes"] = round((time.process_time() - started) / 60, 1)
+    report = make(arguments, folder)
+    sizes = {"questions": arguments.questions, "samples": arguments.samples}
+    _, seconds, figures = timed(partial(evaluate, folder, **sizes, seed=arguments.seed))
+    report |= {**sizes, "figures": figures, "measure_processor_minutes": round(seconds / 60, 1)}
     report_path.write_text(json.dumps(report, indent=2) + "\n")
     write_card(folder, report)
     if unmet := unmet_targets(report["figures"]):

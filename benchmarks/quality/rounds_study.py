@@ -1,7 +1,6 @@
 """One generation round against two and three, with the same number of responses, tuples and optimiser steps."""
 
 import argparse
-import shutil
 import sys
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +13,7 @@ import numpy as np
 import yaml
 from shared import study as shared
 from shared.estimates import RESAMPLES, metric_columns
-from shared.jobs import run
+from shared.jobs import replace_folder, run
 from shared.study import SAMPLED, Options, Study, train_on, write_configuration
 from shared.tables import show, table
 
@@ -76,7 +75,7 @@ def fit_arm(options: argparse.Namespace, first: str, arm: str, seed: int, config
     settle(folder / "config.yaml", config)
     if not (merged / "config.json").exists():
         if arm != first and not (folder / "samples").exists():
-            copy_atomically(folder_of(options, first, seed) / "samples", folder / "samples")
+            replace_folder(folder_of(options, first, seed) / "samples", folder / "samples")
         run(folder / "log.txt", "fit", "--config", str(folder / "config.yaml"))
         run(folder / "log.txt", "export", "--adapter", str(folder / "adapter"), "--output_dir", str(merged))
     sample_test(options, arm, seed, str(merged))
@@ -88,14 +87,6 @@ def settle(path: Path, config: dict[str, Any]) -> None:
     if path.exists() and path.read_text() != text:
         raise SystemExit(f"Expected {path} to be what this study trains with, but it differs. Name a new --output.")
     write_configuration(path, config)
-
-
-def copy_atomically(source: Path, target: Path) -> None:
-    """Copy a folder so that it is there as a whole or not at all."""
-    fresh = target.with_name(f"{target.name}.tmp")
-    shutil.rmtree(fresh, ignore_errors=True)
-    shutil.copytree(source, fresh)
-    fresh.rename(target)
 
 
 def configuration(options: argparse.Namespace, arm: str, seed: int) -> dict[str, Any]:

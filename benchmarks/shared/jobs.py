@@ -5,6 +5,7 @@ import json
 import multiprocessing
 import os
 import resource
+import shutil
 import subprocess
 import sys
 import time
@@ -73,6 +74,15 @@ def _selfcal(arguments: Sequence[str], log: Path, output: Path) -> None:
         os.dup2(messages.fileno(), 2)
         os.dup2(printed.fileno(), 1)
         raise SystemExit(run_command(list(arguments)))
+
+
+def replace_folder(source: Path, target: Path) -> None:
+    """Put a copy of ``source`` in the place of ``target``, which is never half of it."""
+    fresh = target.with_name(f"{target.name}.tmp")
+    shutil.rmtree(fresh, ignore_errors=True)
+    shutil.copytree(source, fresh)
+    shutil.rmtree(target, ignore_errors=True)
+    fresh.rename(target)
 
 
 def children_seconds() -> float:

@@ -1,33 +1,198 @@
-"""The ways of training that are compared: each makes batches of the same rows, and gives the same losses.
+"""The ways of training that are compared, and what they train on.
 
-Every way puts its rows through the same model and adapter; one optimiser step is one pass over all its batches.
+Each makes batches of the same rows, puts them through the same model and adapter, and gives the same losses; one
+optimiser step is one pass over all its batches. Only the counts of parameters, tokens and responses matter: weights,
+tokens and targets are random.
 """
 
+from __future__ import annotations
+
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812
-from _training_rows import MAX_LENGTH, Load, TrainingRows, batch_load, causal_pairs, collator_of
 from torch import Tensor
-from transformers import DataCollatorForSeq2Seq, DataCollatorWithFlattening
+from transformers import AutoModelForCausalLM, DataCollatorForSeq2Seq, DataCollatorWithFlattening, LlamaConfig
 
-from selfcal_lightning.datamodules.ssc.sampler import DealByLength, DealByPrompt
+from selfcal_lightning.data.store.shards import StoredRow
+from selfcal_lightning.datamodules.ssc.collate import SSCCollator, TupleRows
+from selfcal_lightning.datamodules.ssc.sampler import DealByLength, DealByPrompt, MicroBatch
 from selfcal_lightning.models.causal_lm import confidence_from_logits
-from selfcal_lightning.models.chat_format import ChatFormat
+from selfcal_lightning.models.chat_format import ChatFormat, load_tokenizer
+from selfcal_lightning.models.lora import LoraSettings, attach_lora
+from selfcal_lightning.models.packing import SEGMENTS, register_segment_attention
+from selfcal_lightning.records import Question, Sample
 from selfcal_lightning.training.batches import SSCBatch
 from selfcal_lightning.training.losses import calibration_loss
 from selfcal_lightning.training.self_calibration import SelfCalibrationModule
 
-TARGET = 0.5  # of every row; see TrainingRows.tuples
+MAX_LENGTH = 1024
+TARGET = 0.5  # of every row
+LORA = LoraSettings(r=32, alpha=16, dropout=0.0, activated=False)
+# The output layer holds 7 % of the parameters of "30M"; "1B" is the shape of Llama-3.2-1B.
+SIZES: dict[str, dict[str, Any]] = {
+    "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    | {"num_key_value_heads": 2, "vocab_size": 1024},
+    "30M": {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, "num_attention_heads": 8}
+    | {"num_key_value_heads": 4, "vocab_size": 4096},
+    "1B": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32}
+    | {"num_key_value_heads": 8, "vocab_size": 128_256},
+}
+
+
+class Lengths(NamedTuple):
+    prompt: int
+    response: int
 
 
 @dataclass(frozen=True)
-class Work:
+class TrainingRows:
+    """Responses [R] with their questions and weights, as a data set hands them to the collator."""
+
+    stored: Sequence[StoredRow]
+    question: np.ndarray
+    calibration_weight: np.ndarray
+    generation_weight: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.stored)
+
+    @property
+    def forwards(self) -> int:
+        """Forward passes of the reference way: one for each loss that a row carries."""
+        return sum(int((weight > 0).sum()) for weight in self.weights)
+
+    @property
+    def weights(self) -> tuple[np.ndarray, np.ndarray]:
+        return self.calibration_weight, self.generation_weight
+
+    @property
+    def totals(self) -> tuple[float, float]:
+        return float(self.calibration_weight.sum()), float(self.generation_weight.sum())
+
+    def first(self, count: int) -> TrainingRows:
+        return TrainingRows(*(column[:count] for column in vars(self).values()))
+
+    def tuples(self, places: np.ndarray, real: np.ndarray | None = None) -> TupleRows:
+        real = np.ones(len(places), dtype=bool) if real is None else real
+        return TupleRows(
+            micro=MicroBatch(places, real, *(weight[places] * real for weight in self.weights), *self.totals),
+            stored=[self.stored[place] for place in places],
+            target=np.full(len(places), TARGET),
+            correct=np.full(len(places), np.nan),
+            question_index=self.question[places],
+        )
+
+
+def random_rows(lengths: Lengths, *, questions: int, samples: int, vocab_size: int) -> TrainingRows:
+    """Return ``samples`` responses to every question; every row calibrates, every second one generates too.
+
+    Lengths are log-normal about their means: prompts with a deviation of .3, responses with .5.
+    """
+    rng = np.random.default_rng(0)
+    columns = []
+    for mean, deviation, count in ((lengths.prompt, 0.3, questions), (lengths.response, 0.5, questions * samples)):
+        drawn = rng.lognormal(np.log(mean) - deviation**2 / 2, deviation, count)
+        columns.append(np.clip(drawn.round().astype(int), 4, 500))
+    prompt_lengths, response_lengths = columns
+    rng = np.random.default_rng([0, 1])
+
+    def ids(length: int) -> tuple[int, ...]:
+        return tuple(rng.integers(16, vocab_size, int(length)).tolist())
+
+    prompts = [ids(length) for length in prompt_lengths]
+    number = np.repeat(np.arange(questions), samples)
+    stored = []
+    for index, length in enumerate(response_lengths):
+        asked = Question(id=f"q{number[index]}", task="random", messages=())
+        sample = Sample(asked.id, index, 0, text="", token_ids=ids(length), finish="stop", answer=None, correct=None)
+        stored.append(StoredRow(asked, sample, "train", prompts[number[index]]))
+    return TrainingRows(stored, number, np.ones(len(number)), (np.arange(len(number)) % 2).astype(float))
+
+
+def bundled_chat() -> ChatFormat:
+    return ChatFormat(load_tokenizer("bundled"))
+
+
+def random_module(
+    size: str,
+    chat: ChatFormat,
+    *,
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    gradient_checkpointing: bool = False,
+    attention: str = SEGMENTS,
+    lora: LoraSettings = LORA,
+) -> SelfCalibrationModule:
+    """Return the project's module over a Llama with random weights, made on ``device``, with LoRA on q and v.
+
+    B of the adapter is random too, so that every gradient is alive.
+    """
+    register_segment_attention()
+    config = LlamaConfig(**SIZES[size], tie_word_embeddings=True, max_position_embeddings=4 * MAX_LENGTH)
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation=attention, trust_remote_code=False
+        )
+    module = SelfCalibrationModule("bundled", lora=lora)
+    if gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.enable_input_require_grads()
+    module.model = attach_lora(model, lora).to(device)
+    module.chat = chat
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in module.named_parameters():
+        if "lora_B" in name:
+            parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.02)
+    module.model.train()
+    return module
+
+
+def collator_of(chat: ChatFormat, *, shared_prefix: bool, multiple: int = 8) -> SSCCollator:
+    return SSCCollator(chat, max_length=MAX_LENGTH, shared_prefix=shared_prefix, pad_to_multiple_of=multiple)
+
+
+class Load(NamedTuple):
+    tokens: int
+    pairs: int
+    logits: int
+
+
+def training_flops(size: Mapping[str, int], rank: int, load: Load) -> int:
+    """Return the operations of forward and backward pass of a Llama with LoRA of ``rank`` on q and v."""
+    hidden, layers = size["hidden_size"], size["num_hidden_layers"]
+    head = hidden // size["num_attention_heads"]
+    query, key = head * size["num_attention_heads"], head * size["num_key_value_heads"]
+    frozen = layers * (2 * hidden * (query + key) + 3 * hidden * size["intermediate_size"])
+    adapters = layers * rank * (2 * hidden + query + key)
+    output = 4 * hidden * size["vocab_size"] * load.logits
+    return (4 * frozen + 6 * adapters) * load.tokens + output + 12 * query * layers * load.pairs
+
+
+def causal_pairs(tokens: int) -> int:
+    return tokens * (tokens + 1) // 2
+
+
+def batch_load(batch: SSCBatch) -> Load:
+    logits = batch.batch_size + len(batch.label_position)
+    if not batch.trees:
+        lengths = batch.attention_mask.sum(dim=1).tolist()
+        return Load(sum(lengths), sum(map(causal_pairs, lengths)), logits)
+    tokens = sum(tree.stop - tree.start for tree in batch.trees)
+    pairs = sum(
+        causal_pairs(tree.prompt) + sum(tree.prompt * branch + causal_pairs(branch) for branch in tree.branches)
+        for tree in batch.trees
+    )
+    return Load(tokens, pairs, logits)
+
+
+class Work(NamedTuple):
     loss: Callable[[SelfCalibrationModule], Tensor]
     slots: int
     load: Load
@@ -49,7 +214,7 @@ def reference(
     for index, row in enumerate(rows.stored):
         encoded = collator.encode(row)
         places = torch.arange(encoded.response_start, encoded.response_end)
-        weights = [weight[index] / total for weight, total in zip(_weights(rows), rows.totals, strict=True)]
+        weights = [weight[index] / total for weight, total in zip(rows.weights, rows.totals, strict=True)]
         if weights[0]:
             ids = _padded(encoded.ids, width, chat.pad_id).to(device)
             last = len(encoded.ids) - 1
@@ -89,10 +254,6 @@ def shared_prefix(
     deal = DealByPrompt(rows.question, prompt, lengths)
     dealt = deal(np.arange(len(rows)), -(-len(rows) // batch_size))
     return _ours(rows, chat, dealt, device, shared_prefix=True, multiple=multiple)
-
-
-def _weights(rows: TrainingRows) -> tuple[np.ndarray, np.ndarray]:
-    return rows.calibration_weight, rows.generation_weight
 
 
 def _padded(ids: Sequence[int], width: int | None, pad_id: int) -> Tensor:
@@ -156,7 +317,7 @@ def padded_collator(
         labels = given.pop("labels")
         inputs = {name: given[name] for name in ("input_ids", "attention_mask", "position_ids") if name in given}
         slots = labels.numel()
-        fields = [torch.tensor(weight[part] / total) for weight, total in zip(_weights(rows), rows.totals, strict=True)]
+        fields = [torch.tensor(weight[part] / total) for weight, total in zip(rows.weights, rows.totals, strict=True)]
         if padding_free:
             ends, row_of = lengths.cumsum(0) - 1, torch.repeat_interleave(torch.arange(len(part)), lengths)
         else:

@@ -23,19 +23,21 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from _training_rows import (
+from _training_ways import (
     LORA,
     SIZES,
+    WAYS,
     Lengths,
     Load,
     TrainingRows,
+    Work,
     bundled_chat,
     collator_of,
     random_module,
     random_rows,
+    shared_prefix,
     training_flops,
 )
-from _training_ways import WAYS, Work, shared_prefix
 
 from selfcal_lightning.models.causal_lm import exclude_cudnn, forward_arguments, selected_logits
 from selfcal_lightning.models.packing import FLEX, SEGMENTS

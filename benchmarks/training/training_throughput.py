@@ -19,8 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 import transformers
-from _training_rows import LORA, SIZES, Lengths, TrainingRows, bundled_chat, random_module, random_rows
-from _training_ways import WAYS, Work, shared_prefix
+from _training_ways import LORA, SIZES, WAYS, Lengths, TrainingRows, Work, bundled_chat, random_module, random_rows
 from shared.study import Study
 from shared.tables import machine, table
 from shared.timing import timed
@@ -67,7 +66,7 @@ class Bench:
         if way in (ALONE, ACTIVATED):
             rows = replace(rows, generation_weight=0.0 * rows.generation_weight)
         few = rows.first(REFERENCE_ROWS) if way == REFERENCE else rows
-        work = WAYS.get(way, shared_prefix)(few, self.chat, SAMPLES, "cpu")
+        work = WAYS.get(way, WAYS[PACKED])(few, self.chat, SAMPLES, "cpu")
         return work, rows.forwards / few.forwards / len(rows)
 
     def check(self) -> dict[str, float]:

@@ -121,7 +121,7 @@ def test_the_ways_of_training_give_the_same_losses_and_gradients(script: Script)
 
 def test_flops_of_a_tiny_model_by_hand(script: Script) -> None:
     """Two layers, hidden 4, two heads of size 2, one key-value head, intermediate 6, vocabulary 10, rank 3."""
-    flops = script("_training_rows")
+    flops = script("_training_ways")
     size = {"hidden_size": 4, "intermediate_size": 6, "num_hidden_layers": 2, "num_attention_heads": 2}
     size |= {"num_key_value_heads": 1, "vocab_size": 10}
     # Frozen weights of a layer: query 4x4, key 4x2, value 4x2, output 4x4, MLP 3 x 4x6 = 16 + 8 + 8 + 16 + 72 = 120.

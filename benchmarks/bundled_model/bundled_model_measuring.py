@@ -105,7 +105,7 @@ def majority_is_right(entry: QuestionSamples, *, weighted: bool) -> float:
 
 def evaluate(folder: Path, *, questions: int, samples: int, seed: int) -> dict[str, Figures]:
     chat = ChatFormat(load_tokenizer(str(folder)))
-    model = load_causal_lm(str(folder), dtype="float32").eval()
+    model = load_causal_lm(str(folder), dtype="float32", attn_implementation="sdpa").eval()
     columns = {}
     for split in ("test_id", "test_ood"):
         problems = WordProblems().load_problems(split, limit=questions)

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 from shared.jobs import run
-from shared.study import TASK, Study
+from shared.study import TASK, Study, write_configuration
 from shared.tables import machine, show, table, triple
 
 from selfcal_lightning.commands.answer import AnswerSettings, answer_questions
@@ -57,6 +57,7 @@ SYSTEMS = {
 
 def calibrate(folder: Path, adapter: Path, questions: int) -> dict[str, Path]:
     """Sample the calibration questions and fit each system; return the files of the thresholds."""
+    write_configuration(folder / "sizes.yaml", {"calibration": questions})
     stores = {True: folder / "adapter", False: folder / "base"}
     for has_adapter, store in stores.items():
         named = ("--adapter", str(adapter)) if has_adapter else ()

@@ -83,20 +83,15 @@ def run_seed(plan: Plan, seed: int) -> None:
 
 def calibrate(plan: Plan, seed: int, name: str) -> None:
     folder = plan.place(seed, name)
-    if not (folder / "adapter" / "adapter_config.json").exists():
-        config = write_configuration(folder / "config.yaml", configuration_of(plan, seed, name))
-        plan.run(seed, name, "fit", "--config", config)
-    if name != ACTIVATED and not (folder / "calibrated" / "config.json").exists():
-        plan.run(seed, name, "export", "--adapter", folder / "adapter", "--output_dir", folder / "calibrated")
-
-
-def configuration_of(plan: Plan, seed: int, name: str) -> dict[str, Any]:
-    folder = plan.place(seed, name)
     config = configuration(CONFIGS[name], seed=seed, folder=folder, adapter=folder / "adapter")
     data = train_on(config, plan.place(seed, "samples"), limit=plan.training)
     if name != ACTIVATED:
         data["total_tuples"] = 10 * plan.training
-    return config
+    file = write_configuration(folder / "config.yaml", config)
+    if not (folder / "adapter" / "adapter_config.json").exists():
+        plan.run(seed, name, "fit", "--config", file)
+    if name != ACTIVATED and not (folder / "calibrated" / "config.json").exists():
+        plan.run(seed, name, "export", "--adapter", folder / "adapter", "--output_dir", folder / "calibrated")
 
 
 def sample(plan: Plan, seed: int, name: str, *, model: Any) -> None:
@@ -186,11 +181,11 @@ def read_pool(plan: Plan, seed: int, generator: str, split: str) -> RecordedPool
 
 def with_agreement(entry: QuestionSamples) -> QuestionSamples:
     answers = [sample.answer for sample in entry.samples]
-    pairs = agreeing_pairs(answers)
-    samples = []
-    for sample, share in zip(entry.samples, vote_share(answers), strict=True):
-        found = {VOTE_SHARE: 0.0 if share is None else share, PAIRS: 0.0 if pairs is None else pairs}
-        samples.append(replace(sample, confidences={**sample.confidences, **found}))
+    pairs = agreeing_pairs(answers) or 0.0
+    samples = (
+        replace(sample, confidences={**sample.confidences, VOTE_SHARE: share or 0.0, PAIRS: pairs})
+        for sample, share in zip(entry.samples, vote_share(answers), strict=True)
+    )
     return replace(entry, samples=tuple(samples))
 
 
@@ -250,10 +245,7 @@ def savings(
 
 def mean_tokens(pool: RecordedPool) -> tuple[float, int]:
     samples = [sample for entry in pool.entries for sample in entry.samples]
-    tokens = total_tokens(samples, 0)
-    if tokens is None:
-        raise ValueError("Expected the length of every response to be known, but got some without.")
-    return tokens / len(samples), pool.query_tokens
+    return total_tokens(samples, 0) / len(samples), pool.query_tokens
 
 
 def label_of(key: str) -> str:

@@ -10,7 +10,6 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
-import yaml
 from shared import study as shared
 from shared.estimates import RESAMPLES, metric_columns
 from shared.jobs import replace_folder, run
@@ -72,21 +71,13 @@ def calibrate(options: argparse.Namespace, arm: str, seed: int) -> None:
 def fit_arm(options: argparse.Namespace, first: str, arm: str, seed: int, config: dict[str, Any]) -> None:
     folder = folder_of(options, arm, seed)
     merged = folder / "calibrated"
-    settle(folder / "config.yaml", config)
+    write_configuration(folder / "config.yaml", config)
     if not (merged / "config.json").exists():
         if arm != first and not (folder / "samples").exists():
             replace_folder(folder_of(options, first, seed) / "samples", folder / "samples")
         run(folder / "log.txt", "fit", "--config", str(folder / "config.yaml"))
         run(folder / "log.txt", "export", "--adapter", str(folder / "adapter"), "--output_dir", str(merged))
     sample_test(options, arm, seed, str(merged))
-
-
-def settle(path: Path, config: dict[str, Any]) -> None:
-    """Write a job's configuration, or stop where what lies there was made with another one."""
-    text = yaml.safe_dump(config, sort_keys=False)
-    if path.exists() and path.read_text() != text:
-        raise SystemExit(f"Expected {path} to be what this study trains with, but it differs. Name a new --output.")
-    write_configuration(path, config)
 
 
 def configuration(options: argparse.Namespace, arm: str, seed: int) -> dict[str, Any]:
@@ -131,6 +122,7 @@ def assemble(options: Options) -> dict[str, Any]:
 
 
 def arm_values(options: Options, first: str, arms: Mapping[str, Any], difference: str) -> dict[str, dict[str, Any]]:
+    write_configuration(options.output / "sizes.yaml", options.sizes("test", "num_samples"))
     columns = {arm: np.stack([test_values(options, arm, seed) for seed in options.seeds]) for arm in (BASE, *arms)}
 
     def estimates(values: np.ndarray) -> dict[str, Any]:

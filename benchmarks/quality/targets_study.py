@@ -16,12 +16,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import numpy as np
 import torch
 from lightning.pytorch import Trainer
-from rounds_study import estimate, plain, settle
+from rounds_study import estimate, plain
 from safetensors.torch import load_file
 from shared import study as shared
 from shared.estimates import RESAMPLES, mean_bounds, metric_columns
 from shared.jobs import run
-from shared.study import SAMPLED, Options, Study, train_on
+from shared.study import SAMPLED, Options, Study, train_on, write_configuration
 from shared.tables import show, table
 from torch import Tensor, nn
 
@@ -35,7 +35,7 @@ from selfcal_lightning.metrics.arrays import AUROC, BRIER, ECE, WITHIN_QUESTION_
 from selfcal_lightning.metrics.bootstrap import Estimate, calibration_error_bounds
 from selfcal_lightning.models.activated import Contexts, adapter_in_use, ask
 from selfcal_lightning.models.lora import FIRST, LoraSettings
-from selfcal_lightning.models.outputs import HiddenOutputs, log_normaliser
+from selfcal_lightning.models.outputs import log_normaliser
 from selfcal_lightning.records import Sample
 from selfcal_lightning.training.batches import SSCBatch
 from selfcal_lightning.training.calibrated_model import adapter_name
@@ -91,8 +91,6 @@ class LearnedTokenModule(SelfCalibrationModule):
     def chance(self, batch: SSCBatch, contexts: Contexts | None = None) -> Tensor:
         """Return the chance of the token after every row's query, [B]."""
         outputs = ask(self.model, self._contexts(batch) if contexts is None else contexts, self.chat.query)
-        if not isinstance(outputs, HiddenOutputs):
-            raise TypeError(f"Expected a model that ends with its output layer, but got {type(outputs).__name__}.")
         others = log_normaliser(outputs.queries, outputs.weight, outputs.bias)
         return torch.sigmoid(outputs.queries.float() @ self.token - others)
 
@@ -109,16 +107,10 @@ def adapter_names() -> dict[str, str]:
 def fit_teacher(options: Options, seed: int) -> Fusion:
     path = options.folder(seed) / "teacher.json"
     if not path.exists():
-        data = SSCDataModule(options.model, "unused", train=training_sources(options))
-        chosen = {question.id for question in data.questions("train")}
         store = SampleStore(options.folder(seed) / "samples", num_samples=options.responses)
-        pool = [entry for entry in store.samples(split="train") if entry.question.id in chosen]
+        pool = list(islice(store.samples(split="train"), options.questions))
         fit_fusion(pool, target="vote_share").save(path)
     return Fusion.load(path)
-
-
-def training_sources(options: Options) -> list[QuestionSource]:
-    return [QuestionSource("word_problems", split="train", limit=options.questions)]
 
 
 def configuration(options: Options, seed: int) -> dict[str, Any]:
@@ -182,7 +174,8 @@ def train_learned_token(options: Options, seed: int) -> Scores:
     del settings["auxiliary"]
     torch.manual_seed(seed)
     module = LearnedTokenModule(**{**settings, "lora": LoraSettings(**settings["lora"])})
-    data = config["data"]["init_args"] | {"train": training_sources(options)}
+    sources = [QuestionSource("word_problems", split="train", limit=options.questions)]
+    data = config["data"]["init_args"] | {"train": sources}
     Trainer(**{**trainer, "callbacks": []}).fit(module, datamodule=SSCDataModule(options.model, **data))
     module.eval()
     return score_rows(options, seed, module, lambda batch: {LEARNED_TOKEN: module.chance(batch)})
@@ -237,20 +230,17 @@ def sample(options: Options, seed: int) -> None:
     jobs = [("samples", "train", options.questions, options.responses, seed)]
     jobs += [("judged", split, limit, options.num_samples, 1000 + seed) for split, limit in options.splits.items()]
     for name, split, limit, responses, number in jobs:
-        store = folder / name
-        known = len(SampleStore(store).question_ids(split=split)) if (store / "manifest.json").exists() else 0
-        if known < limit:
-            run(
-                folder / "log.txt", "generate", "--model", options.model, "--store_dir", str(store),
-                "--task", "[word_problems]", "--split", split, "--limit", str(limit), "--seed", str(number),
-                "--num_samples", str(responses), *SAMPLED, "--engine.dtype", "float32",
-            )  # fmt: skip
+        run(
+            folder / "log.txt", "generate", "--model", options.model, "--store_dir", str(folder / name),
+            "--task", "[word_problems]", "--split", split, "--limit", str(limit), "--seed", str(number),
+            "--num_samples", str(responses), *SAMPLED, "--engine.dtype", "float32",
+        )  # fmt: skip
 
 
 def train(options: Options, seed: int) -> None:
     folder = options.folder(seed)
     fit_teacher(options, seed)
-    settle(folder / "config.yaml", configuration(options, seed))
+    write_configuration(folder / "config.yaml", configuration(options, seed))
     if not (folder / "scores.npz").exists():
         if not (folder / f"adapter-v{len(VARIANTS) - 1}").exists():
             run(folder / "log.txt", "fit", "--config", str(folder / "config.yaml"))
@@ -265,18 +255,27 @@ def keep(path: Path, scores: Scores) -> None:
     fresh.rename(path)
 
 
-def read_scores(options: Options, seed: int) -> dict[str, np.ndarray]:
-    """Return the confidences of all variants, of the base and of the teacher, [N] each."""
-    folder = options.folder(seed)
-    found: dict[str, np.ndarray] = {}
+def columns_of(options: Options, seed: int) -> dict[str, dict[str, dict[str, Any]]]:
+    """Return by split and variant, the base and the teacher among them, each metric and its resamples."""
+    scores: dict[str, np.ndarray] = {}
     for name in ("scores.npz", "learned_token.npz"):
-        with np.load(folder / name) as scores:
-            found |= {variant: scores[variant] for variant in scores.files}
-    samples = [sample for split in options.splits for sample in judged(options, seed, split)]
-    teacher = fit_teacher(options, seed)
-    found[BASE] = np.array([one.p_true for one in samples], dtype=float)
-    found[TAUGHT_BY] = np.array([teacher.score_sample(one) for one in samples], dtype=float)
-    return {name: found[name] for name in (BASE, TAUGHT_BY, *VARIANTS, LEARNED_TOKEN)}
+        with np.load(options.folder(seed) / name) as kept:
+            scores |= kept
+    teacher, start = fit_teacher(options, seed), 0
+    wanted = [metric for metric in METRICS.values() if metric != ECE]
+    found: dict[str, dict[str, dict[str, Any]]] = {}
+    for split in options.splits:
+        samples = judged(options, seed, split)
+        part = {name: values[start : start + len(samples)] for name, values in scores.items()}
+        part[BASE] = np.array([one.p_true for one in samples], dtype=float)
+        part[TAUGHT_BY] = np.array([teacher.score_sample(one) for one in samples], dtype=float)
+        labels = np.array([bool(one.correct) for one in samples]), np.array([one.question_id for one in samples])
+        found[split], start = {}, start + len(samples)
+        for variant in (BASE, TAUGHT_BY, *VARIANTS, LEARNED_TOKEN):
+            columns = part[variant].clip(0.0, 1.0), *labels
+            errors = calibration_error_bounds(*columns, num_resamples=RESAMPLES)
+            found[split][variant] = {**metric_columns(columns, wanted, num_resamples=RESAMPLES), ECE: errors}
+    return found
 
 
 def judged(options: Options, seed: int, split: str) -> list[Sample]:
@@ -285,8 +284,8 @@ def judged(options: Options, seed: int, split: str) -> list[Sample]:
 
 
 def assemble(options: Options) -> dict[str, Any]:
-    scores = {seed: read_scores(options, seed) for seed in options.seeds}
-    tables = {title: table_of(options, split, scores) for title, split in SPLITS.items()}
+    seeds = [columns_of(options, seed) for seed in options.seeds]
+    tables = {title: table_of([columns[split] for columns in seeds]) for title, split in SPLITS.items()}
     return {
         "sizes": options.sizes("questions", "responses", "calibration", "test", "num_samples", "seeds"),
         "learning_rate": LEARNING_RATE,
@@ -298,9 +297,8 @@ def assemble(options: Options) -> dict[str, Any]:
     }
 
 
-def table_of(options: Options, split: str, scores: Mapping[int, Scores]) -> dict[str, dict[str, Any]]:
-    """Return each variant's values on a split, and what they differ by from those that it is held against."""
-    parts = [columns_of(options, split, seed, scores[seed]) for seed in options.seeds]
+def table_of(parts: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:
+    """Return each variant's values over the seeds, and what they differ by from those that it is held against."""
     rows = {}
     for variant in parts[0]:
         mine = [part[variant] for part in parts]
@@ -321,20 +319,6 @@ def estimates(
             found[short] = plain(Estimate.from_bounds(errors, least=-1.0 if theirs else 0.0, most=1.0))
         else:
             found[short] = estimate(np.stack(columns) - (np.stack(theirs) if theirs else 0.0))
-    return found
-
-
-def columns_of(options: Options, split: str, seed: int, scores: Scores) -> dict[str, dict[str, Any]]:
-    names = list(options.splits)
-    start = sum(len(judged(options, seed, name)) for name in names[: names.index(split)])
-    samples = judged(options, seed, split)
-    correct, question = np.array([bool(one.correct) for one in samples]), np.array([one.question_id for one in samples])
-    wanted = [metric for metric in METRICS.values() if metric != ECE]
-    found = {}
-    for variant, values in scores.items():
-        columns = values[start : start + len(samples)].clip(0.0, 1.0), correct, question
-        errors = calibration_error_bounds(*columns, num_resamples=RESAMPLES)
-        found[variant] = {**metric_columns(columns, wanted, num_resamples=RESAMPLES), ECE: errors}
     return found
 
 

@@ -54,22 +54,11 @@ class Options(argparse.Namespace):
 
 @dataclass(frozen=True)
 class Study:
-    """One report: jobs, tables, criteria and figure.
+    """One report: jobs, tables, criteria and figure. Its results have the name of its script.
 
-    Attributes:
-        script: Its file under ``benchmarks``; the results have its name.
-        sizes: Default and help of its options, by name.
-        jobs: Runs what is not done yet; None for a study that keeps nothing, has no seeds and measures at once.
-        tables: Computes the figures of what is done.
-        markdown, figure: Show them.
-        arguments: Adds further options.
-        quick: Tiny sizes of ``--quick``, which only show whether it runs.
-        complete: Checks the options, and fills in what follows from them.
-        collect: The option that runs no job.
-        alone: The make target that takes all defaults.
-        layout: Further arguments of ``write_report``.
-        image: File of the documentation that shows the figure.
-        met: Whether all criteria are met, for the exit status.
+    ``jobs`` runs what is not done yet, unless the option ``collect`` is given; a study without jobs keeps nothing, has
+    no seeds and measures at once. ``complete`` checks the options and fills in what follows from them. ``alone`` is the
+    make target that takes all defaults, ``quick`` what only shows whether it runs, ``met`` what sets the exit status.
     """
 
     script: str
@@ -165,6 +154,10 @@ def train_on(config: dict[str, Any], store: Path, *, limit: int, task: str = TAS
 
 
 def write_configuration(path: Path, config: Mapping[str, Any]) -> Path:
+    """Write what a job is made with, or stop where what lies there was made with something else."""
+    text = yaml.safe_dump(dict(config), sort_keys=False)
+    if path.exists() and path.read_text() != text:
+        raise SystemExit(f"{path} says that {path.parent} was made with other settings. Name a new --output.")
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(yaml.safe_dump(dict(config), sort_keys=False))
+    path.write_text(text)
     return path

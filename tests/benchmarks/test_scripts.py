@@ -112,6 +112,54 @@ def test_the_report_of_capabilities(script: Script, tmp_path: Path, monkeypatch:
     assert (tmp_path / "report_capability.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_the_published_command_can_be_run(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
+    command = json.loads((ROOT / "benchmarks" / "results" / "report_capability.json").read_text())["command"]
+    monkeypatch.setattr(sys, "argv", command.split()[1:])
+    assert script("report_capability").STUDY.parse().command == command
+
+
+def test_the_report_on_a_real_model_says_how_long_it_takes_and_what_it_lacks(
+    script: Script, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = script("report_real")
+    monkeypatch.setattr(sys, "argv", ["report_real.py", "--demo"])
+    assert "country_facts: sample 1,640 responses, train 1 adapter(s) on 800" in report.account(report.STUDY.parse())
+    monkeypatch.setattr(sys, "argv", ["report_real.py", "--models", "gemma3", "--tasks", "arithmetic"])
+    with pytest.raises(SystemExit):
+        report.STUDY.parse()
+    assert "--tasks arithmetic: no model of --models has them, but gemma3: country_facts" in capsys.readouterr().err
+
+
+def test_the_first_report_of_a_gpu_names_it(script: Script, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    report = script("report_real")
+    monkeypatch.setattr(report, "report_on", lambda jobs, seeds: {"costs": {}})
+    (tmp_path / "gpu.json").write_text('{"name": "H200"}')
+    jobs, places = [SimpleNamespace(name="country_facts")], {"output": tmp_path, "results": tmp_path}
+    options = SimpleNamespace(jobs=jobs, seeds=[0], demo=False, device="gpu", num_samples=8, minutes=1.0, **places)
+    assert report.assemble(options)["tasks"]["country_facts"] == {"costs": {}, "gpu": {"name": "H200"}}
+
+
+def test_a_report_of_other_settings_is_refused_in_the_same_folder(
+    script: Script, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    confidences = script("_report_confidences")
+    plan = confidences.Plan(output=tmp_path, training=100)
+    adapter = plan.place(0, "activated") / "adapter"
+    adapter.mkdir(parents=True)
+    (adapter / "adapter_config.json").write_text("{}")
+    confidences.calibrate(plan, 0, "activated")
+    confidences.calibrate(plan, 0, "activated")
+    plan.training = 50
+    with pytest.raises(SystemExit, match=r"config\.yaml says .* other settings"):
+        confidences.calibrate(plan, 0, "activated")
+    given = ["report.py", "--output", str(tmp_path), "--id"]
+    monkeypatch.setattr(sys, "argv", [*given, "20"])
+    script("report").STUDY.parse()
+    monkeypatch.setattr(sys, "argv", [*given, "10"])
+    with pytest.raises(SystemExit, match=r"sizes\.yaml says"):
+        script("report").STUDY.parse()
+
+
 def test_the_ways_of_training_give_the_same_losses_and_gradients(script: Script) -> None:
     throughput = script("training_throughput")
     errors = throughput.Bench(measured={}).check("tiny", rows=4)

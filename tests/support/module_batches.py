@@ -67,21 +67,20 @@ def batch_of(
 
 
 MIXED = tuple(
-    Row(
-        number=10 + index,
-        target=(index % 5) / 4,
-        correct=float(index % 2),
-        calibration_weight=float(index % 3 != 2),
-        generation_weight=float(index % 3 == 2 or index % 4 == 3),
-        words=2 + index % 4,
-    )
-    for index in range(24)
+    Row(10 + i, (i % 5) / 4, float(i % 2), float(i % 3 != 2), float(i % 3 == 2 or i % 4 == 3), words=2 + i % 4)
+    for i in range(24)
 )
 
 
 def module_of(tiny_model: str, **settings: Any) -> SelfCalibrationModule:
     arguments = {"lora": NO_DROPOUT, "torch_dtype": "float32", "lr": 1e-2, **settings}
     return SelfCalibrationModule(tiny_model, **arguments)
+
+
+def configured(module: Any) -> Any:
+    """Return a module with its model loaded, as before a run."""
+    module.configure_model()
+    return module
 
 
 def qlora(tiny_model: str, **settings: Any) -> SelfCalibrationModule:

@@ -1,5 +1,3 @@
-"""Adapters that are trained together become what each would become alone, and are exported one by one."""
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -135,12 +133,9 @@ def test_the_plan_counts_every_adapter(pool: Pool) -> None:
 
 
 def test_refusals(pool: Pool, store_dir: str) -> None:
+    longer = AuxiliarySettings(query=DEFAULT_QUERY * 3)
     for auxiliary, buckets, message in (
-        (
-            AuxiliarySettings(query=DEFAULT_QUERY * 3),
-            None,
-            "query of 'other' in `auxiliary` must be at most as long as",
-        ),
+        (longer, None, "query of 'other' in `auxiliary` must be at most as long as"),
         (AuxiliarySettings(), 4, "`num_buckets` must be 1 with auxiliary adapters, but got 4"),
     ):
         module = module_of(pool.model, lora=ACTIVATED, auxiliary={"other": auxiliary})

@@ -1,5 +1,3 @@
-"""A run that is stopped or killed and started again ends where the unbroken one does, bit for bit."""
-
 import json
 import subprocess
 import sys

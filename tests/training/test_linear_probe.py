@@ -37,7 +37,6 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def trained(
     store: Path, data: dict[str, Any] | None = None, *, epochs: int = 60, ckpt_path: str | None = None, **model: Any
 ) -> LinearProbeModule:
-    """Return a probe after a training that validates at its end."""
     module = LinearProbeModule("bundled", **{"lr": 0.03, **model})
     trainer = quiet_trainer(max_epochs=epochs, check_val_every_n_epoch=epochs, num_sanity_val_steps=0)
     trainer.fit(module, datamodule=ProbeDataModule("bundled", str(store), **(data or {})), ckpt_path=ckpt_path)

@@ -1,5 +1,3 @@
-"""Runs over a sample store with DDP and FSDP2: metrics, checkpoints that any number of processes reads, exports."""
-
 import json
 import os
 import re

@@ -32,7 +32,6 @@ from selfcal_lightning.training.modules import trained_parameters
 
 LORA = LoraSettings(r=2, dropout=0.1, activated=False)
 FULL: dict[str, Any] = {"lora": None, "full": True}
-LEVELS = (0.1, 0.9)
 SHALLOW = True
 Whole = tuple[Path, dict[str, float]]
 
@@ -76,7 +75,7 @@ def test_the_loss_by_hand_weighs_responses_not_steps() -> None:
         target=ones, correct=ones, weight=ones, total=torch.tensor(2.0), question_index=zeros[:2], task=("t",) * 2,
         row=torch.arange(2),
     )  # fmt: skip
-    entropy, pinball = reward_losses(raw, batch, LEVELS)
+    entropy, pinball = reward_losses(raw, batch, (0.1, 0.9))
     low, high = 1 / (1 + math.e), math.e / (1 + math.e)
     right = (0.1 * (1 - low) + 0.9 * (1 - high)) / 2
     wrong = (0.9 * low + 0.1 * high) / 2

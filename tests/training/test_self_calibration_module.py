@@ -12,18 +12,8 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import SingleDeviceStrategy
-from support import parallel_runs
-from support.module_batches import (
-    MIXED,
-    NO_DROPOUT,
-    Planned,
-    Row,
-    batch_of,
-    largest_difference,
-    module_of,
-    quiet_trainer,
-    trained_state,
-)
+from support import module_batches, parallel_runs
+from support.module_batches import MIXED, NO_DROPOUT, Planned, batch_of, module_of, quiet_trainer, trained_state
 from support.other_models import plain_copy
 from support.ssc_pools import Pool
 from torch.utils.data import DataLoader
@@ -37,7 +27,7 @@ SHALLOW = True
 
 
 def _reference_by_hand_losses(
-    module: SelfCalibrationModule, rows: Sequence[Row], chat: ChatFormat, *, loss: str, raw: bool
+    module: SelfCalibrationModule, rows: Sequence[module_batches.Row], chat: ChatFormat, *, loss: str, raw: bool
 ) -> tuple[float, float, list[float]]:
     """One row at a time, without padding, in float64 from the full logits."""
     calibration, generation, confidences = 0.0, 0.0, []
@@ -73,9 +63,8 @@ def _reference_by_hand_losses(
     ],
 )
 def test_loss_written_out_by_hand(tiny_model: str, chat: ChatFormat, settings: dict, raw: bool, omega: float) -> None:
-    rows = [*MIXED[:5], Row(40, target=math.nan, calibration_weight=0.0, generation_weight=1.0)]
-    module = module_of(tiny_model, **settings)
-    module.configure_model()
+    rows = [*MIXED[:5], module_batches.Row(40, target=math.nan, calibration_weight=0.0, generation_weight=1.0)]
+    module = module_batches.configured(module_of(tiny_model, **settings))
     loss = settings.get("loss", "smooth_l1")
     calibration, generation, confidences = _reference_by_hand_losses(module, rows, chat, loss=loss, raw=raw)
     totals = (7.0, 5.0)  # as if more rows of the step lay elsewhere
@@ -88,22 +77,20 @@ def test_loss_written_out_by_hand(tiny_model: str, chat: ChatFormat, settings: d
 
 def test_a_step_without_rows_of_a_kind_is_finite(tiny_model: str, chat: ChatFormat) -> None:
     empty = [replace(row, calibration_weight=0.0, generation_weight=0.0, target=math.nan) for row in MIXED[:2]]
-    module = module_of(tiny_model)
-    module.configure_model()
+    module = module_batches.configured(module_of(tiny_model))
     before = trained_state(module)
     quiet_trainer().fit(module, DataLoader([batch_of(empty, chat)], batch_size=None))
     after = trained_state(module)
     assert all(torch.isfinite(value).all() for value in after.values())
     only_decayed = {name: value * (1 - 1e-2 * 0.01) for name, value in before.items()}
-    assert largest_difference(after, only_decayed) < 1e-6
+    assert module_batches.largest_difference(after, only_decayed) < 1e-6
 
 
 @pytest.mark.parametrize("lora", [NO_DROPOUT, None], ids=["frozen", "trained"])
 def test_output_layer_sees_only_what_a_loss_needs(tiny_model: str, chat: ChatFormat, lora: LoraSettings | None) -> None:
     """A frozen one makes no logits of whole positions at all."""
     seen: list[int] = []
-    module = module_of(tiny_model, lora=lora)
-    module.configure_model()
+    module = module_batches.configured(module_of(tiny_model, lora=lora))
     module.model.get_output_embeddings().register_forward_hook(lambda _, __, output: seen.append(len(output)))
     batch = batch_of(MIXED[:8], chat)
     quiet_trainer().fit(module, DataLoader([batch], batch_size=None))
@@ -139,7 +126,7 @@ def test_only_large_micro_batches_are_recomputed(tiny_model: str, chat: ChatForm
         quiet_trainer().fit(module, DataLoader(batches, batch_size=None, shuffle=False))
         assert len(calls) == 3 + sum(size > above for size in sizes)
         states[above] = trained_state(module)
-    assert all(largest_difference(states[0], state) == 0.0 for state in states.values())
+    assert all(module_batches.largest_difference(states[0], state) == 0.0 for state in states.values())
 
 
 class Gradients(Callback):
@@ -175,8 +162,7 @@ def test_evaluation_leaves_gradients(tiny_model: str, chat: ChatFormat, evaluati
 
 
 def test_full_fine_tuning_trains_every_weight_in_float32(tiny_model: str, chat: ChatFormat) -> None:
-    module = module_of(tiny_model, lora=None, torch_dtype="auto", lr=1e-4)
-    module.configure_model()
+    module = module_batches.configured(module_of(tiny_model, lora=None, torch_dtype="auto", lr=1e-4))
     before = trained_state(module)
     assert {value.dtype for value in before.values()} == {torch.float32}
     quiet_trainer().fit(module, DataLoader([batch_of(MIXED[:8], chat)], batch_size=None))
@@ -210,8 +196,7 @@ def test_a_collapse_is_told_at_the_end(tiny_model: str, capsys: pytest.CaptureFi
 
 
 def test_logged_values(tiny_model: str, chat: ChatFormat) -> None:
-    module = module_of(tiny_model)
-    module.configure_model()
+    module = module_batches.configured(module_of(tiny_model))
     rows = MIXED[:8]
     calibration, generation, confidences = _reference_by_hand_losses(module, rows, chat, loss="smooth_l1", raw=False)
     trainer = quiet_trainer(accumulate_grad_batches=4, log_every_n_steps=1)
@@ -253,8 +238,7 @@ def test_the_share_above_eta_is_of_targets_and_not_of_weights(exact: bool, pool:
 
 
 def test_validation_and_test_score_the_pool(tiny_model: str, chat: ChatFormat) -> None:
-    module = module_of(tiny_model)
-    module.configure_model()
+    module = module_batches.configured(module_of(tiny_model))
     batch = batch_of(MIXED[:6], chat)
     brier = (module.confidence(batch).p_true - batch.correct).square().mean().item()
     loader = DataLoader([batch_of(MIXED[:4], chat), batch_of(MIXED[4:6], chat)], batch_size=None)
@@ -269,8 +253,7 @@ LR = 1e-3  # at ten times that the model is sure of everything after two steps, 
 
 def test_accumulation_does_not_change_the_trajectory(tiny_model: str, chat: ChatFormat) -> None:
     """Several processes do not either: `test_one_trajectory` in `test_model_parallel.py`."""
-    start = module_of(tiny_model)
-    start.configure_model()
+    start = module_batches.configured(module_of(tiny_model))
     states = {}
     for micro_batch in (8, 1, 2, 4):
         module = module_of(tiny_model, lr=LR)
@@ -278,8 +261,8 @@ def test_accumulation_does_not_change_the_trajectory(tiny_model: str, chat: Chat
         trainer.fit(module, datamodule=Planned(chat, micro_batch))
         assert trainer.global_step == 6
         states[micro_batch] = trained_state(module)
-    assert largest_difference(states[8], trained_state(start)) > 1e-3
-    assert all(largest_difference(state, states[8]) < 1e-5 for state in states.values())
+    assert module_batches.largest_difference(states[8], trained_state(start)) > 1e-3
+    assert all(module_batches.largest_difference(state, states[8]) < 1e-5 for state in states.values())
 
 
 def test_learning_rate_is_a_cosine_over_optimiser_steps_which_must_end(tiny_model: str, chat: ChatFormat) -> None:
@@ -313,7 +296,7 @@ def test_checkpoint_holds_only_the_adapter_and_comes_back(tiny_model: str, kept:
     assert checkpoint["base_model_identity"]["model"] == tiny_model
     assert checkpoint["hyper_parameters"]["lora"]["r"] == 4
     loaded = SelfCalibrationModule.load_from_checkpoint(path)
-    assert largest_difference(trained_state(loaded), trained_state(module)) == 0.0
+    assert module_batches.largest_difference(trained_state(loaded), trained_state(module)) == 0.0
     assert loaded.lora == NO_DROPOUT
 
 

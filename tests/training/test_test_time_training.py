@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Callback
-from support.module_batches import largest_difference, quiet_trainer, trained_state
+from support.module_batches import configured, largest_difference, quiet_trainer, trained_state
 from support.options import nested
 from support.processes import run_processes
 from support.ssc_pools import TRAIN, MakeSamples, Pool, random_samples
@@ -35,7 +35,6 @@ from selfcal_lightning.models.lora import LoraSettings, adapter_difference, adap
 from selfcal_lightning.records import Question, SamplingSettings
 from selfcal_lightning.training.rounds import adapter_folder, keep_adapter
 
-LORA = LoraSettings(r=4, alpha=8, dropout=0.0, activated=False)
 AT_ONE = SamplingSettings(temperature=1.0, edt_scale=None)
 SHALLOW = True
 
@@ -56,7 +55,8 @@ def store(pool: Pool) -> str:
 
 
 def module_of(model: str, **changes: Any) -> adaptation.TestTimeTrainingModule:
-    return adaptation.TestTimeTrainingModule(model, **{"lora": LORA, "lr": 1e-2, **changes})
+    lora = LoraSettings(r=4, alpha=8, dropout=0.0, activated=False)
+    return adaptation.TestTimeTrainingModule(model, **{"lora": lora, "lr": 1e-2, **changes})
 
 
 def data_of(model: str, store: str, **changes: Any) -> RolloutDataModule:
@@ -106,8 +106,7 @@ def test_packed_groups_have_the_gradients_of_rows_apart(tiny_model: str, store: 
     found = {}
     settings = {"target": "anchor", "kl": 0.1, "entropy": 0.01}
     for packing in ("shared_prefix", "off"):
-        module = module_of(tiny_model, **settings)
-        module.configure_model()
+        module = configured(module_of(tiny_model, **settings))
         shaken(module)
         data = data_of(tiny_model, store, target="anchor", packing=packing, batch_size=12)
         batch, *_ = data.train_dataloader()
@@ -133,8 +132,7 @@ def shaken(module: adaptation.TestTimeTrainingModule) -> None:
 
 
 def test_round_0_is_the_adapter_asleep_and_a_later_one_its_own(tiny_model: str, store: str) -> None:
-    module = module_of(tiny_model, kl=0.1)
-    module.configure_model()
+    module = configured(module_of(tiny_model, kl=0.1))
     (batch,) = data_of(tiny_model, store, batch_size=48).train_dataloader()
     base = module.response_logprobs(batch)
     with torch.no_grad():
@@ -166,9 +164,7 @@ def test_a_likelier_answer_is_learnt(tiny_model: str, store: str) -> None:
     module, data = module_of(tiny_model, target="round"), data_of(tiny_model, store, target="round", batch_size=48)
     (batch,) = data.train_dataloader()
     trainer_with(max_epochs=3, limit_val_batches=0).fit(module, datamodule=data)
-    first = module_of(tiny_model)
-    first.configure_model()
-    gain = module.response_logprobs(batch) - first.response_logprobs(batch)
+    gain = module.response_logprobs(batch) - configured(module_of(tiny_model)).response_logprobs(batch)
     of_rows = torch.zeros(batch.batch_size).index_add(0, batch.label_row, gain)
     assert of_rows[batch.advantage > 0].mean() > 0.1 > -0.1 > of_rows[batch.advantage < 0].mean()
 
@@ -188,8 +184,7 @@ def test_processes_do_not_change_the_trajectory(tiny_model: str, store: str, tmp
     """In one process, in micro-batches, and by two processes, which cut groups apart."""
     whole, parts = trained_by(1, tiny_model, store, 24), trained_by(1, tiny_model, store, 8)
     two = run_processes(trained_by, tmp_path, 2, tiny_model, store, 12)
-    start = module_of(tiny_model)
-    start.configure_model()
+    start = configured(module_of(tiny_model))
     assert largest_difference(whole, trained_state(start)) > 1e-3
     assert all(largest_difference(state, whole) < 1e-5 for state in (parts, *two))
 
@@ -202,9 +197,7 @@ def test_a_selection_becomes_likelier(tiny_model: str, store: str, tmp_path: Pat
     (batch,) = data.train_dataloader()
     trainer = trainer_with(AdaptationGuard(questions=2, logprob_fall=9.0), max_epochs=3, limit_val_batches=0)
     trainer.fit(module, datamodule=data)
-    first = module_of(tiny_model, reward="none")
-    first.configure_model()
-    gain = module.response_logprobs(batch) - first.response_logprobs(batch)
+    gain = module.response_logprobs(batch) - configured(module_of(tiny_model, reward="none")).response_logprobs(batch)
     assert gain[batch.generation_weight[batch.label_row] > 0].mean() > 0.1
 
 
@@ -250,9 +243,6 @@ def test_an_evaluation_reads_as_many_samples_as_it_asked_for(store: str, monkeyp
     assert {len(entry.samples) for entry in found.entries} == {3}
 
 
-SOURCES = [QuestionSource("word_problems", split="test_id", limit=6)]
-
-
 def adapted(
     model: str, folder: Path, *callbacks: Callback, ckpt_path: str | None = None, devices: int = 1, **changes: Any
 ) -> adaptation.TestTimeTrainingModule:
@@ -260,7 +250,8 @@ def adapted(
     learnt = {"reward": "vote_share", "target": "anchor"}
     module = module_of(model, **{"lr": 2e-3, "kl": 0.05, **learnt, **changes})
     dealt = {"batch_size": 12 // devices, "group_size": 3}
-    data = data_of(model, str(folder / "store"), train=SOURCES, regenerate_every_n_epochs=1, **dealt, **learnt)
+    train = [QuestionSource("word_problems", split="test_id", limit=6)]
+    data = data_of(model, str(folder / "store"), train=train, regenerate_every_n_epochs=1, **dealt, **learnt)
     sampling = nested(temperature=1.0, edt_scale=None, max_new_tokens=100)
     trainer_with(
         SSCGeneration(**sampling, shard_by_shard=True), *callbacks, max_epochs=2, reload_dataloaders_every_n_epochs=1,

@@ -136,7 +136,3 @@ def test_a_batch_survives_what_lightning_and_workers_do_to_it(chat: ChatFormat) 
     with pytest.raises(AttributeError, match="use `replace`"):
         batch.task = ()
     assert batch.replace(task=("other",)).task == ("other",)
-    with pytest.raises(ValueError, match="`task` must have 1 rows"):
-        batch.replace(task=())
-    with pytest.raises(ValueError, match="`label_position`, `label_id` and `label_row` must have one length"):
-        batch.replace(label_row=batch.label_row[1:])

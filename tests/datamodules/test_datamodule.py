@@ -124,7 +124,6 @@ def test_sharing_next_to_nothing_is_warned_of(pool: Pool, store_dir: str, recwar
 
 @pytest.fixture
 def lines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What data modules say, line by line."""
     said: list[str] = []
     for module in ("stored_data", "stored_rows"):
         monkeypatch.setattr(f"selfcal_lightning.datamodules.ssc.{module}.rank_zero_info", said.append)
@@ -272,7 +271,6 @@ def test_unreadable_responses_are_never_generation_samples(pool: Pool) -> None:
     assert table.confident(0.1).sum() == 12
 
 
-ACTIVATED = replace(NO_DROPOUT, activated=True)
 PLAIN = {"total_tuples": None, "generation_ratio": None, "num_buckets": None}
 
 
@@ -322,6 +320,6 @@ def test_the_target_follows_from_what_is_trained(pool: Pool, store_dir: str) -> 
 def test_generation_samples_are_refused_before_any_is_drawn(pool: Pool, tmp_path: Path) -> None:
     data = pool.data(str(tmp_path / "no store"), generation_ratio=0.3)
     with pytest.raises(ValueError, match=r"`generation_ratio` must be 0 with an activated adapter.*but got 0\.3"):
-        quiet_trainer().fit(module_of(pool.model, lora=ACTIVATED), datamodule=data)
+        quiet_trainer().fit(module_of(pool.model, lora=replace(NO_DROPOUT, activated=True)), datamodule=data)
     connected(data, activated=False).setup("fit")
     connected(data, activated=True).setup("validate")

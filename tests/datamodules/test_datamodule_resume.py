@@ -63,7 +63,6 @@ def test_other_micro_batches_take_the_steps_of_the_next_epoch(
     pool: Pool, store_dir: str, tmp_path: Path, before: Size, after: Size, validated: int, length: dict[str, int]
 ) -> None:
     def steps(size: Size, **more: Any) -> list[list[int]]:
-        """Return the rows of every optimiser step, of micro-batches of ``size``: (rows, accumulated)."""
         data = pool.data(store_dir, batch_size=size[0], total_tuples=44)
         seen = fit(data, accumulate_grad_batches=size[1], limit_val_batches=validated, **length, **more).seen
         return [sorted(row for step, _, rows, *_ in seen if step == n for row in rows) for n in range(33)]
@@ -114,7 +113,6 @@ def test_an_epochs_last_batch_is_its_end_for_other_micro_batches_too(
     pool: Pool, store_dir: str, tmp_path: Path, before: Size, after: Size, length: dict[str, int]
 ) -> None:
     def run(size: Size, folder: Path, **more: Any) -> list[list[int]]:
-        """Return the rows of every optimiser step, of micro-batches of ``size``: (rows, accumulated)."""
         module = TrainedRecorder(pool.model, folder)
         data = pool.data(store_dir, batch_size=size[0], total_tuples=20)
         fit(data, module=module, accumulate_grad_batches=size[1], limit_val_batches=1, **length, **more)
@@ -194,7 +192,6 @@ def rounds_dir(pool: Pool) -> str:
 
 
 def rounds_of(loader: Any) -> tuple[int, ...]:
-    """Return of which rounds the rows of a loader are."""
     return tuple(sorted({int(re.search(r"round-(\d+)", file)[1]) for file in loader.dataset.table.index.files}))
 
 
@@ -293,11 +290,3 @@ def test_missing_rounds_are_named_and_loaders_built_anew(pool: Pool, rounds_dir:
     for n in (0, 2):
         with pytest.raises(ValueError, match=rf"reload_dataloaders_every_n_epochs: 1` .* with {n}, training"):
             fit(pool.data(rounds_dir, regenerate_every_n_epochs=1), reload_dataloaders_every_n_epochs=n)
-
-
-def test_a_loader_of_another_round_refuses_to_draw(pool: Pool, rounds_dir: str) -> None:
-    sampler = pool.data(rounds_dir, regenerate_every_n_epochs=2).train_dataloader().batch_sampler
-    assert len(sampler.draw(0).rows) == len(sampler.draw(1).rows) == 22
-    for epoch, round in ((2, 1), (4, 2)):
-        with pytest.raises(RuntimeError, match=f"Epoch {epoch} is trained on round {round}"):
-            sampler.draw(epoch)

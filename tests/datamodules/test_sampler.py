@@ -6,22 +6,8 @@ import numpy as np
 import pytest
 from support.house import Vectors
 
-from selfcal_lightning.datamodules.ssc.sampler import (
-    NUM_BUCKETS,
-    DealByLength,
-    DealByPrompt,
-    EpochDraw,
-    MicroBatch,
-    Mixture,
-    OptimizerStepSampler,
-    TaskPools,
-    allocate,
-    build_pools,
-    group_by_question,
-    limited_batches,
-    packed_summary,
-    validation_batches,
-)
+from selfcal_lightning.datamodules.ssc import sampler as ssc
+from selfcal_lightning.datamodules.ssc.sampler import DealByLength, DealByPrompt, EpochDraw, Mixture, group_by_question
 
 
 def make_target(num_rows: int = 2000) -> np.ndarray:
@@ -32,8 +18,10 @@ def confident(target: np.ndarray) -> np.ndarray:
     return np.nan_to_num(target) > 0.75
 
 
-def pools_of(target: np.ndarray, task: list[str]) -> dict[str, TaskPools]:
-    return build_pools(target, task, confident=confident(target), tasks=dict.fromkeys(task), num_buckets=NUM_BUCKETS)
+def pools_of(target: np.ndarray, task: list[str]) -> dict[str, ssc.TaskPools]:
+    return ssc.build_pools(
+        target, task, confident=confident(target), tasks=dict.fromkeys(task), num_buckets=ssc.NUM_BUCKETS
+    )
 
 
 def make_mixture(**changes: Any) -> Mixture:
@@ -46,12 +34,12 @@ def drawn(target: np.ndarray, *, seed: int = 0, epoch: int = 0, **changes: Any) 
     return mixture.draw(pools_of(target, ["a"] * len(target)), confident(target), seed=seed, epoch=epoch)
 
 
-def make_sampler(draw: EpochDraw, lengths: np.ndarray, **changes: Any) -> OptimizerStepSampler:
+def make_sampler(draw: EpochDraw, lengths: np.ndarray, **changes: Any) -> ssc.OptimizerStepSampler:
     settings: dict[str, Any] = {"num_steps": 10, "batch_size": 2, "accumulate": 1, "world_size": 1, "rank": 0}
     settings |= {"position": lambda: (0, 0), **changes}
     settings.setdefault("limit", settings["num_steps"] * settings["accumulate"])
     deal = DealByLength(lengths, settings.pop("batch_size"))
-    return OptimizerStepSampler(lambda epoch: draw, deal, **settings)
+    return ssc.OptimizerStepSampler(lambda epoch: draw, deal, **settings)
 
 
 def test_counts_are_those_of_the_reference_with_its_21_slots(vectors: Vectors) -> None:
@@ -73,7 +61,7 @@ def test_allocation_is_even_within_capacity(seed: int) -> None:
     rng = np.random.default_rng(seed)
     capacity = rng.integers(0, 30, 20)
     total = int(rng.integers(0, capacity.sum() + 1))
-    counts = allocate(total, np.ones(20), capacity, rng)
+    counts = ssc.allocate(total, np.ones(20), capacity, rng)
     assert counts.sum() == total
     assert (counts <= capacity).all()
     open_parts = counts[counts < capacity]
@@ -139,7 +127,7 @@ def test_without_filling_the_counts_are_the_references() -> None:
     sizes = [len(rows) for rows in pools["a"].buckets]
     assert (draw.calibration_weight == 1).sum() == sum(min(size, per_bucket) for size in sizes)
     assert (draw.calibration_weight == 0).sum() == min(len(pools["a"].generation), generation)
-    assert mixture.rows_per_epoch == NUM_BUCKETS * per_bucket + generation > len(draw.rows)
+    assert mixture.rows_per_epoch == ssc.NUM_BUCKETS * per_bucket + generation > len(draw.rows)
 
 
 @pytest.mark.parametrize(("batch_size", "accumulate", "world_size"), [(12, 1, 1), (3, 4, 1), (3, 2, 2), (2, 2, 3)])
@@ -165,7 +153,7 @@ def test_steps_are_the_same_however_they_are_dealt(batch_size: int, accumulate: 
         assert all(batch.generation_weight[~batch.real].sum() == 0 for batch in batches)
 
 
-def real_rows(batches: list[MicroBatch]) -> list[int]:
+def real_rows(batches: list[ssc.MicroBatch]) -> list[int]:
     return [int(row) for batch in batches for row in batch.rows[batch.real]]
 
 
@@ -192,14 +180,14 @@ def test_the_position_is_read_first_and_totals_count_what_is_run() -> None:
     assert len(list(iterator)) == 3
     batches = list(make_sampler(draw, np.ones(20, dtype=np.int64), num_steps=2, accumulate=5, limit=7))
     assert [batch.calibration_total for batch in batches[:7]] == [10.0] * 5 + [4.0] * 2
-    assert (limited_batches(10, 7), limited_batches(10, 1.0), limited_batches(10, 0.55)) == (7, 10, 5)
+    assert (ssc.limited_batches(10, 7), ssc.limited_batches(10, 1.0), ssc.limited_batches(10, 0.55)) == (7, 10, 5)
 
 
 def test_validation_deals_whole_questions_and_never_leaves_a_process_without_a_batch() -> None:
     question = np.repeat(np.arange(3), 5)
     lengths = np.arange(15)
     weights = (np.ones(15), np.zeros(15))
-    ranks = [validation_batches(question, lengths, weights, batch_size=4, rank=rank, world_size=4) for rank in range(4)]
+    ranks = [ssc.validation_batches(question, lengths, weights, batch_size=4, rank=n, world_size=4) for n in range(4)]
     assert [[len(batch.rows) for batch in batches] for batches in ranks] == [[4, 1], [4, 1], [4, 1], [0, 0]]
     assert sorted(row for batches in ranks for row in real_rows(batches)) == list(range(15))
     assert ranks[1][0].rows.tolist() == [9, 8, 7, 6]
@@ -214,13 +202,6 @@ def make_draw() -> tuple[EpochDraw, np.ndarray]:
     calibrates = (rng.random(600) < 0.3).astype(float)
     order = rng.permutation(600)
     return EpochDraw(rows[order], calibrates[order], 1.0 - calibrates[order], {}), question
-
-
-def test_a_group_of_one_and_an_empty_draw_stay_as_they_are() -> None:
-    draw, question = make_draw()
-    assert group_by_question(draw, question, group_size=1, seed=0, epoch=0) is draw
-    empty = EpochDraw(np.zeros(0, dtype=np.int64), np.zeros(0), np.zeros(0), {})
-    assert group_by_question(empty, np.arange(3), group_size=8, seed=0, epoch=0) is empty
 
 
 @pytest.mark.parametrize("group_size", [2, 5, 8, 100])
@@ -317,7 +298,7 @@ def test_the_summary_says_what_is_saved() -> None:
     rows = np.arange(8)
     dealt = deal(rows, 2)
     assert [deal.tokens(rows[places]) for places, _ in dealt] == [70, 70]
-    text = packed_summary([rows], [dealt], deal)
+    text = ssc.packed_summary([rows], [dealt], deal)
     # 320 tokens apart; 2 * 30 + 8 * 10 = 140 packed.
     assert "4.0 to a prompt, 56% fewer tokens" in text
     assert text.endswith("has 70 tokens")

@@ -175,11 +175,8 @@ def test_a_folder_of_another_kind_is_refused_at_once(tiny_model: str, store: Pat
     merged.mkdir()
     (merged / MANIFEST).write_text('{"kind": "merged", "format": 2, "files": {}}')
     module = module_of(str(base))
-    for folder, message in (
-        (merged, "which holds a merged model"),
-        (base / "adapter", "lie apart from the base model"),
-    ):
-        with pytest.raises(ValueError, match=message):
+    for folder, said in ((merged, "which holds a merged model"), (base / "adapter", "lie apart from the base model")):
+        with pytest.raises(ValueError, match=said):
             trainer_with(AdapterExport(str(folder))).fit(module, datamodule=data_module(str(base), store))
     assert module.model is None
 
@@ -188,8 +185,6 @@ def test_a_value_that_no_validation_gives_names_the_known(tiny_model: str, store
     callback = AdapterExport(str(tmp_path / "adapter"), monitor="val/word_problems/calibration/ECE")
     with pytest.raises(ValueError, match=r"`monitor` must be one of the logged values .*'val/calibration/ECE'"):
         trainer_with(callback).fit(module_of(tiny_model), datamodule=data_module(tiny_model, store))
-    with pytest.raises(ValueError, match="to be one of val/calibration/ECE, but got 'val/word_problems/"):
-        callback.plan_run("fit", trainer_with(callback), module_of(tiny_model), data_module(tiny_model, store))
 
 
 @pytest.mark.slow

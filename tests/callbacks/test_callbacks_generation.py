@@ -1,5 +1,3 @@
-"""SSCGeneration: rounds are sampled with the adapter in training, kept, checked, and the same after every stop."""
-
 import csv
 import json
 import shutil
@@ -27,7 +25,6 @@ from selfcal_lightning.models.lora import LoraSettings, adapter_difference, read
 from selfcal_lightning.training.rounds import AdapterMismatchError, adapter_folder
 from selfcal_lightning.training.self_calibration import SelfCalibrationModule
 
-LORA = LoraSettings(r=4, dropout=0.2, activated=False)
 ROWS = {"regenerate_every_n_epochs": 1, "target": "p_true", "drop_none": False}  # two layers write no answers
 SHALLOW = True
 Whole = tuple[Path, SelfCalibrationModule]
@@ -49,7 +46,8 @@ def run(
 ) -> SelfCalibrationModule:
     """Train three epochs of four steps, a new round every epoch."""
     data = {**ROWS, **settings.pop("data", {})}
-    module = module_of(tiny_model, **{"lora": LORA, **settings.pop("model", {})})
+    lora = LoraSettings(r=4, dropout=0.2, activated=False)
+    module = module_of(tiny_model, **{"lora": lora, **settings.pop("model", {})})
     trainer = {"max_epochs": 3, "reload_dataloaders_every_n_epochs": 1, **settings}
     rows = data_module(tiny_model, store, **data)
     trainer_with(generation(max_new_tokens=60), *callbacks, **trainer).fit(module, datamodule=rows, ckpt_path=ckpt_path)
@@ -250,8 +248,6 @@ def test_what_cannot_be_sampled_is_refused(bundled_model: str, store: Path) -> N
         data = data_module(bundled_model, store)
         with pytest.raises(ValueError, match=r"sampled with the same settings.*" + next(iter(changed))):
             trainer_with(generation(**changed)).fit(module_of(bundled_model), datamodule=data)
-    with pytest.raises(ValueError, match="SSCGeneration needs a data module"):
-        trainer_with(generation()).validate(module_of(bundled_model), dataloaders=[])
 
 
 @pytest.mark.slow

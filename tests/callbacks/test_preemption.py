@@ -1,5 +1,3 @@
-"""PreemptionCheckpoint: a signal stops a run at an optimiser step, or while it samples, and the run continues later."""
-
 import multiprocessing
 import signal
 import time

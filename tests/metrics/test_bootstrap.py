@@ -89,9 +89,8 @@ def test_pairs_share_their_questions_whatever_the_order_and_number_of_responses(
 
 def test_undefined_resamples_are_left_out_and_counted() -> None:
     # One question is right, one wrong: half of the resamples draw the same question twice and have no AUROC.
-    estimate = bootstrap.bootstrap_interval([0.9, 0.1], [True, False], [0, 1], metrics=[AUROC], num_resamples=1000)[
-        AUROC
-    ]
+    mixed = [0.9, 0.1], [True, False], [0, 1]
+    estimate = bootstrap.bootstrap_interval(*mixed, metrics=[AUROC], num_resamples=1000)[AUROC]
     assert (estimate.value, estimate.low, estimate.high) == (1.0, 1.0, 1.0)
     assert 400 < estimate.num_undefined < 600
     right = [0.9, 0.8], [True, True], [0, 1]

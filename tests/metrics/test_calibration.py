@@ -14,15 +14,9 @@ from sklearn.metrics import brier_score_loss
 from support.house import Vectors
 
 from selfcal_lightning.capability.evaluation import share_error_bounds
-from selfcal_lightning.metrics import bootstrap, discrimination
+from selfcal_lightning.metrics import bootstrap, calibration, discrimination
 from selfcal_lightning.metrics.arrays import ECE
-from selfcal_lightning.metrics.calibration import (
-    ErrorBounds,
-    brier_score,
-    debiased_calibration_error,
-    expected_calibration_error,
-    reliability_bins,
-)
+from selfcal_lightning.metrics.calibration import brier_score, expected_calibration_error, reliability_bins
 from selfcal_lightning.metrics.streaming import BinnedCalibrationError, WithinQuestionAUROC
 
 CHANCES = st.one_of(st.floats(0.0, 1.0), st.integers(0, 20).map(lambda n: n / 20))
@@ -182,8 +176,8 @@ def test_debiasing_by_simulation_of_its_formula() -> None:
         errors[bin_number] = by_question.std() * math.sqrt(len(by_question)) / len(confidence)
     drawn = np.abs(gaps + errors * draw.normal(size=(400_000, 10))).sum(axis=1).mean()
     expected = 2.0 * np.abs(gaps).sum() - drawn
-    assert debiased_calibration_error(confidence, correct, question) == pytest.approx(expected, abs=2e-4)
-    assert debiased_calibration_error([], [], []) is None
+    assert calibration.debiased_calibration_error(confidence, correct, question) == pytest.approx(expected, abs=2e-4)
+    assert calibration.debiased_calibration_error([], [], []) is None
 
 
 def test_bounds_from_sums_and_of_shares_are_those_of_the_responses() -> None:
@@ -205,15 +199,13 @@ def test_bounds_from_sums_and_of_shares_are_those_of_the_responses() -> None:
 
 def test_resamples_without_a_response_are_left_out_and_counted() -> None:
     weights = np.array([[0.5, 1.0, 0.0], [0.5, 0.0, 1.0]])
-    bounds = ErrorBounds.from_sums(np.array([[0.5], [0.0]]), np.array([1.0, 0.0]), weights)
+    bounds = calibration.ErrorBounds.from_sums(np.array([[0.5], [0.0]]), np.array([1.0, 0.0]), weights)
     assert np.isnan(bounds.least).tolist() == [False, True]
     assert bootstrap.Estimate.from_bounds(bounds) == bootstrap.Estimate(0.5, 0.5, 0.5, 1)
-    nothing = ErrorBounds.from_sums(np.zeros((2, 1)), np.zeros(2), weights)
+    nothing = calibration.ErrorBounds.from_sums(np.zeros((2, 1)), np.zeros(2), weights)
     assert bootstrap.Estimate.from_bounds(nothing) == bootstrap.Estimate(None, None, None)
-    alone = ErrorBounds.from_sums(np.array([[0.5]]), np.ones(1), np.ones((1, 1)))
-    assert bootstrap.Estimate.from_bounds(alone) == bootstrap.Estimate(0.5, None, None), (
-        "one question cannot be resampled"
-    )
+    alone = calibration.ErrorBounds.from_sums(np.array([[0.5]]), np.ones(1), np.ones((1, 1)))
+    assert bootstrap.Estimate.from_bounds(alone) == bootstrap.Estimate(0.5, None, None), "of one question"
 
 
 # ---- discrimination
@@ -313,7 +305,6 @@ def test_streamed_questions_may_have_large_numbers() -> None:
         (expected_calibration_error, ([0.5], [True, False]), r"same length, but got \(1, 2\)"),
         (discrimination.auroc, ([0.1, 0.2], [True, None]), "Expected `correct` to be known"),
         (discrimination.aurc, ([0.1, 0.2], [0.5, 1.0]), "Expected `correct` to hold 0 or 1 only"),
-        (discrimination.within_question_discrimination, ([0.1, 0.2], [True, False], [0]), "same length"),
     ],
 )
 def test_wrong_columns_are_named(function: Callable, columns: tuple, message: str) -> None:

@@ -68,6 +68,7 @@ def test_step_scores_equal_the_vectors_on_their_spans(vectors: Vectors) -> None:
     assert (tokens.certainty + size).tolist() == pytest.approx(case["per_token_certainty_-mean_logp"], abs=1e-6)
     assert tokens.entropy.tolist() == pytest.approx(case["per_token_entropy"], abs=1e-6)
     assert tokens.logprob.tolist() == pytest.approx(case["per_token_logprob"], abs=1e-6)
+    logprob = certainty.span_means(tokens.logprob, drifted)
     metrics = {
         "self_certainty_step": certainty.span_means(tokens.certainty, drifted) + size,
         "entropy_step_MATH500_mean": 1.0 - certainty.span_means(tokens.entropy, drifted) / size,
@@ -76,9 +77,7 @@ def test_step_scores_equal_the_vectors_on_their_spans(vectors: Vectors) -> None:
     }
     for wanted in case["scores"]:
         for name, metric in metrics.items():
-            scores = certainty.step_scores(
-                metric, certainty.span_means(tokens.logprob, drifted), weight=wanted["lambda"]
-            )
+            scores = certainty.step_scores(metric, logprob, weight=wanted["lambda"])
             assert aggregate(scores.tolist(), "mean") == pytest.approx(wanted[name], abs=1e-6), name
 
 
@@ -99,9 +98,8 @@ def test_groups_equal_loops(values: list[float], window: int, share: float) -> N
 def test_top_k_confidence_equals_sorting(logits: list[float], k: int) -> None:
     total = math.log(sum(math.exp(z) for z in logits))
     wanted = -sum(z - total for z in sorted(logits, reverse=True)[:k]) / k
-    assert certainty.top_k_confidence(torch.tensor(logits, dtype=torch.float64), k).item() == pytest.approx(
-        wanted, abs=1e-9
-    )
+    found = certainty.top_k_confidence(torch.tensor(logits, dtype=torch.float64), k)
+    assert found.item() == pytest.approx(wanted, abs=1e-9)
 
 
 def test_long_float32_responses_keep_their_digits() -> None:

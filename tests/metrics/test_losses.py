@@ -15,15 +15,8 @@ from torch import Tensor
 from selfcal_lightning.adaptation import losses as policy
 from selfcal_lightning.rewards.heads import mean_rows, monotone_quantiles
 from selfcal_lightning.rewards.metrics import QuantileMetrics, StepMetrics
-from selfcal_lightning.training.losses import (
-    calibration_loss,
-    cross_entropy_calibration_loss,
-    pinball_loss,
-    ranknet_loss,
-    share_of_step,
-    soft_cross_entropy,
-    squared_calibration_loss,
-)
+from selfcal_lightning.training import losses as training_losses
+from selfcal_lightning.training.losses import calibration_loss, cross_entropy_calibration_loss, squared_calibration_loss
 
 
 def _reference_naive_ranknet(scores: list[float], targets: list[float], temperature: float, tie_weight: float) -> float:
@@ -62,14 +55,14 @@ def test_only_the_cross_entropy_pulls_back_a_confidence_that_is_far_off() -> Non
 def test_pinball_equals_the_vectors(vectors: Vectors) -> None:
     for case in vectors("wql_loss")["cases"]:
         scores, target = torch.tensor(case["scores"]).double(), torch.tensor(case["targets"]).double()
-        losses = pinball_loss(scores, target, case["quantiles"])
+        losses = training_losses.pinball_loss(scores, target, case["quantiles"])
         torch.testing.assert_close(losses, torch.tensor(case["per_element"]).double(), atol=1e-6, rtol=0.0)
         assert losses.mean().item() == pytest.approx(case["wql"], abs=1e-6)
 
 
 def test_soft_cross_entropy_by_hand() -> None:
     # sigmoid(log 3) = 3/4: -1/2 log 3/4 - 1/2 log 1/4 = log 4 - 1/2 log 3.
-    loss = soft_cross_entropy(torch.tensor([math.log(3.0), 200.0]), torch.tensor([0.5, 1.0]))
+    loss = training_losses.soft_cross_entropy(torch.tensor([math.log(3.0), 200.0]), torch.tensor([0.5, 1.0]))
     assert loss.tolist() == pytest.approx([math.log(4.0) - 0.5 * math.log(3.0), 0.0], abs=1e-6)
 
 
@@ -78,7 +71,7 @@ def test_ranknet_equals_the_vectors(vectors: Vectors) -> None:
     for case in vectors("ranknet_loss")["cases"]:
         scores, target = torch.tensor(case["scores"]), torch.tensor(case["targets"])
         options = {"temperature": case["temperature"], "tie_weight": case["tie_loss_weight"]}
-        loss = ranknet_loss(scores, target, **options).item()
+        loss = training_losses.ranknet_loss(scores, target, **options).item()
         if case["reduction"] == "sum":
             assert len(set(case["targets"])) == len(case["targets"])
             loss *= math.comb(len(scores), 2)
@@ -92,7 +85,7 @@ def test_ranknet_equals_the_vectors(vectors: Vectors) -> None:
 )
 def test_ranknet_equals_two_loops(pairs: list[tuple[float, float]], temperature: float, tie_weight: float) -> None:
     scores, targets = [s for s, _ in pairs], [t for _, t in pairs]
-    found = ranknet_loss(
+    found = training_losses.ranknet_loss(
         torch.tensor(scores, dtype=torch.float64), torch.tensor(targets), temperature=temperature, tie_weight=tie_weight
     )
     assert found.item() == pytest.approx(_reference_naive_ranknet(scores, targets, temperature, tie_weight), abs=1e-9)
@@ -159,7 +152,7 @@ def test_micro_batches_do_not_change_the_gradient(normalise: str) -> None:
             row = torch.tensor([part.index(r) for r in ROW[mine].tolist()])
             ratio = policy.token_ratio(logprob[mine], old[mine])
             loss = policy.policy_gradient_loss(logprob[mine], advantage[part], row, ratio=ratio, normalise=normalise)
-            share_of_step(loss, torch.ones(len(part)), total).backward()
+            training_losses.share_of_step(loss, torch.ones(len(part)), total).backward()
         return logprob.grad
 
     torch.testing.assert_close(gradient([[0, 1, 2]]), gradient([[2], [0, 1]]))

@@ -14,17 +14,8 @@ from support.house import Vectors
 from selfcal_lightning.adaptation import equations
 from selfcal_lightning.adaptation.picking import select_best
 from selfcal_lightning.core.errors import InputError
-from selfcal_lightning.data.steps import (
-    POSITIONS,
-    _find_rule,
-    aggregate,
-    ends_of,
-    next_step_end,
-    prefix_after,
-    spans_of,
-    step_position,
-    token_spans,
-)
+from selfcal_lightning.data import steps as step_rules
+from selfcal_lightning.data.steps import POSITIONS, ends_of, next_step_end, spans_of, step_position
 from selfcal_lightning.data.tasks.extraction import last_boxed
 from selfcal_lightning.data.tasks.word_problems import stream_problems, write_solution
 from selfcal_lightning.rewards.search import Path, distinct, grow, particle_weights, select_topk
@@ -77,7 +68,7 @@ def test_heading_steps_equal_the_vectors(vectors: Vectors) -> None:
     headed = 0
     for case in vectors("step_split_ttt")["cases"]:
         text = re.sub(r"<\|?/?\w+\|?>", "", case["text"])
-        rule = _find_rule(text)
+        rule = step_rules._find_rule(text)
         found = [" ".join(step.split()) for step in _texts(text, rule)]
         if rule == "heading":
             headed += 1
@@ -161,7 +152,7 @@ def test_token_spans_equal_overlaps(vectors: Vectors) -> None:
     case = vectors("ttt_step_confidence")["cases"][0]
     words = case["response_text"].split(" ")
     pieces = [words[0], *(f" {word}" for word in words[1:])]
-    found = token_spans(pieces, spans_of("".join(pieces), "heading"))
+    found = step_rules.token_spans(pieces, spans_of("".join(pieces), "heading"))
     for wanted in vectors("ttt_step_confidence_alignment")["cases"]:
         assert [list(span) for span in found] == wanted["correct_spans"]
     assert [case["response_text"][a:b] for a, b in spans_of("".join(pieces), "heading")] == case["parsed_steps"]
@@ -171,7 +162,7 @@ def test_rollout_prefixes_equal_the_vectors(vectors: Vectors) -> None:
     """No steps are the empty prefix (the reference sends a blank line); an answer in it leaves nothing to roll."""
     for case in vectors("rollout_prefixes")["cases"]:
         pieces = re.findall(r"\n\n|[^\n]+", case["generation"])
-        size = prefix_after(ends_of(pieces, "blank_line"), case["k"])
+        size = step_rules.prefix_after(ends_of(pieces, "blank_line"), case["k"])
         prefix = None if size is None else "".join(pieces[:size])
         if prefix is not None and last_boxed(prefix) is not None:
             prefix = None
@@ -181,12 +172,12 @@ def test_rollout_prefixes_equal_the_vectors(vectors: Vectors) -> None:
 def test_aggregation_equals_the_vectors(vectors: Vectors) -> None:
     for case in vectors("prm_score_aggregation")["cases"]:
         for how in ("min", "prod", "last"):
-            assert aggregate(case["scores"], how) == pytest.approx(case[how], abs=1e-9)
-        assert aggregate(case["scores"], "mean") == pytest.approx(sum(case["scores"]) / len(case["scores"]))
-    assert aggregate([], "min") is None
+            assert step_rules.aggregate(case["scores"], how) == pytest.approx(case[how], abs=1e-9)
+        assert step_rules.aggregate(case["scores"], "mean") == pytest.approx(sum(case["scores"]) / len(case["scores"]))
+    assert step_rules.aggregate([], "min") is None
     with pytest.raises(InputError, match=r"`over_steps` .* but got 'median'"):
-        aggregate([0.5], "median")  # type: ignore[arg-type]
-    assert math.isclose(aggregate([0.1] * 3, "prod"), 0.001)
+        step_rules.aggregate([0.5], "median")  # type: ignore[arg-type]
+    assert math.isclose(step_rules.aggregate([0.1] * 3, "prod"), 0.001)
 
 
 @pytest.mark.parametrize(

@@ -238,9 +238,8 @@ def test_tasks_have_their_own_keys_and_questions() -> None:
     overall = {**mixed, "question_index": mixed["question_index"] + torch.tensor([0] * 200 + [1000] * 200)}
     apart = CalibrationMetrics()
     apart.update(**overall, task=["one"] * 400)
-    assert {key: value for key, value in values.items() if key.count("/") == 1} == pytest.approx(
-        apart.compute(), abs=1e-12
-    )
+    together = {key: value for key, value in values.items() if key.count("/") == 1}
+    assert together == pytest.approx(apart.compute(), abs=1e-12)
     assert values["count/Questions"] == 50
 
 
@@ -263,16 +262,14 @@ def test_partly_unknown_columns_count_what_they_leave_out() -> None:
     metrics.update(**columns, task=["a"] * 40)
     values = metrics.compute()
     assert [values[f"count/Without{name}"] for name in ("Label", "Target", "Confidence")] == [10, 10, 10]
-    assert values["calibration/Brier"] == pytest.approx(
-        calibration.brier_score(columns["confidence"][10:30], columns["correct"][10:30])
-    )
+    brier = calibration.brier_score(columns["confidence"][10:30], columns["correct"][10:30])
+    assert values["calibration/Brier"] == pytest.approx(brier)
     known = np.r_[0:5, 15:30]
     expected = (columns["confidence"] - columns["target"])[known].double().abs().mean().item()
     assert values["target/MAE"] == pytest.approx(expected, abs=1e-6)
     correct, question = columns["correct"][10:].numpy(), columns["question_index"][10:].numpy()
-    assert values["accuracy/PassAt1"] == pytest.approx(
-        np.mean([correct[question == q].mean() for q in np.unique(question)])
-    )
+    expected = np.mean([correct[question == q].mean() for q in np.unique(question)])
+    assert values["accuracy/PassAt1"] == pytest.approx(expected)
 
 
 def test_undefined_values_are_nan_and_their_keys_stay() -> None:
@@ -328,9 +325,8 @@ def test_steps_equal_the_functions_overall_and_by_position() -> None:
         score, rate = part["score"], part["rate"]
         assert found[f"{name}steps/Brier"] == pytest.approx(calibration.brier_score(score, rate), abs=1e-12)
         assert found[f"{name}steps/Bias"] == pytest.approx((score - rate).mean().item(), abs=1e-12)
-        assert found[f"{name}steps/ECE"] == pytest.approx(
-            calibration.expected_calibration_error(score, rate), abs=1e-12
-        )
+        error = calibration.expected_calibration_error(score, rate)
+        assert found[f"{name}steps/ECE"] == pytest.approx(error, abs=1e-12)
         many = part["num_rollouts"] > 1
         noise = rate * (1.0 - rate) / (part["num_rollouts"] - 1.0)
         excess = ((score - rate) ** 2 - noise)[many].double().mean().item()
@@ -365,10 +361,7 @@ HALF, ONE = torch.tensor([0.5]), torch.tensor([1])
         (lambda: StepMetrics().update(HALF, HALF, torch.tensor([0]), ONE), "`num_rollouts` .* got 0"),
         (lambda: QuantileMetrics().update(HALF, torch.tensor([NAN]), HALF, ONE), "`high`"),
         (lambda: CalibrationMetrics().update(**_columns(4), task=["a"]), "`task` .* got 1"),
-        (
-            lambda: ConfidenceAUROC().update(torch.tensor([0.5, 0.5]), ONE),
-            r"`confidence`, `correct`.* same shape \[B\]",
-        ),
+        (lambda: ConfidenceAUROC().update(torch.rand(2), ONE), r"`confidence`, `correct`.* same shape \[B\]"),
         (lambda: BinnedCalibrationError().update(torch.tensor([NAN]), ONE), "`confidence`"),
     ],
 )
@@ -379,7 +372,6 @@ def test_impossible_values_are_refused(refused: Callable[[], Any], message: str)
 
 CONFIDENCE = torch.tensor([0.15, 0.15, 0.85, 0.85, 0.85, 0.85])
 CORRECT = torch.tensor([0.0, 1.0, 1.0, 1.0, 1.0, 0.0])
-QUESTION = torch.tensor([0, 0, 0, 1, 1, 1])
 
 
 def bars(axes: Axes) -> list[float]:
@@ -402,7 +394,8 @@ def test_the_collection_draws_labels_or_else_targets(labelled: bool) -> None:
     metric = CalibrationMetrics()
     unknown = torch.full_like(CORRECT, float("nan"))
     ones = torch.ones_like(CORRECT)
-    metric.update(CONFIDENCE, CORRECT if labelled else unknown, 0.5 * ones, QUESTION, ["t"] * 6, ones)
+    question = torch.tensor([0, 0, 0, 1, 1, 1])
+    metric.update(CONFIDENCE, CORRECT if labelled else unknown, 0.5 * ones, question, ["t"] * 6, ones)
     _, axes = metric.plot()
     assert bars(axes) == ([0.5, 0.75] if labelled else [0.5, 0.5])
     assert axes.get_ylabel() == ("accuracy" if labelled else "target")

@@ -1,5 +1,3 @@
-"""The bundled model: small, loadable, with the project's tokenizer, able to answer and to judge, overconfident."""
-
 from itertools import islice
 
 import pytest
@@ -10,8 +8,6 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from selfcal_lightning.data.tasks.word_problems import stream_problems
 from selfcal_lightning.models.chat_format import DEFAULT_QUERY, ChatFormat
 from selfcal_lightning.records import Message
-
-NUM_SAMPLED = 50
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +44,7 @@ def test_its_verdicts_are_yes_or_no(chat: ChatFormat, model: PreTrainedModel) ->
 
 def test_it_tells_right_from_wrong_and_is_too_sure(script: Script, chat: ChatFormat, model: PreTrainedModel) -> None:
     measuring = script("bundled_model_measuring")
-    problems = list(islice(stream_problems("validation"), NUM_SAMPLED))
+    problems = list(islice(stream_problems("validation"), 50))
     edt = measuring.SAMPLING["EDT"]
     drawn = measuring.draw_responses(model, chat, problems, samples=4, sampling=edt, seed=0)
     values = {name: figure["value"] for name, figure in measuring.measure(drawn).items()}

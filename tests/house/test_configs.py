@@ -1,5 +1,3 @@
-"""Every YAML that ships is found, parsed and instantiated, with a local stand-in for the models."""
-
 import re
 import shlex
 import signal

@@ -1,5 +1,3 @@
-"""The main job from Python, by the code of the verbs, and as `selfcal fit --model M --questions Q`."""
-
 import json
 from pathlib import Path
 from typing import Any
@@ -16,8 +14,6 @@ from selfcal_lightning.commands import python as front
 from selfcal_lightning.commands.presets import CommonCase, as_arguments, common_case, prepare, split_arguments
 from selfcal_lightning.models.folders import config_path
 
-SETTINGS = {"data.num_samples": 3, "trainer.accelerator": "cpu", "trainer.logger": False}
-
 
 def problems(number: int, split: str = "train") -> list[dict[str, Any]]:
     found = sc.get_task("word_problems").load(split, limit=number)
@@ -26,7 +22,8 @@ def problems(number: int, split: str = "train") -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 def test_calibrate_answer_and_evaluate(tmp_path: Path) -> None:
-    made = sc.calibrate("bundled", problems(20), output_dir=tmp_path / "run", settings=SETTINGS)
+    settings = {"data.num_samples": 3, "trainer.accelerator": "cpu", "trainer.logger": False}
+    made = sc.calibrate("bundled", problems(20), output_dir=tmp_path / "run", settings=settings)
     assert made.adapter == tmp_path / "run" / "adapter"
     assert (made.adapter / "selfcal_manifest.json").is_file()
     assert made.counts == {"train": 16, "validation": 2, "calibration": 2}
@@ -99,15 +96,9 @@ def questions(here: Path) -> str:
     return str(write_lines(here / "q.jsonl", *rows))
 
 
-def test_the_parts_and_the_preset_are_told(questions: str) -> None:
-    prepared = prepare(CommonCase("bundled", questions))
-    assert prepared.counts == {"train": 24, "validation": 3, "calibration": 3}
-    for told in ("24 to train on", "3 to validate on", "3 set aside", "runs/bundled", "preset small"):
-        assert told in prepared.description
-
-
 def test_the_preset_follows_the_model_and_can_be_named(questions: str, tmp_path: Path) -> None:
-    assert CommonCase("some/model", questions).preset_name == "activated"
+    plain = CommonCase("some/model", questions)
+    assert (plain.preset_name, plain.folder) == ("activated", Path("runs/model"))
     assert prepare(CommonCase("some/model", questions)).configuration["model"]["init_args"]["lora"]["r"] == 16
     assert prepare(CommonCase("m", questions, preset="joint")).configuration["model"]["init_args"]["lora"]["r"] == 32
     own = yaml.safe_load(Path(config_path("presets/small.yaml")).read_text())
@@ -141,6 +132,7 @@ def test_check_prints_the_plan_alone(questions: str, tmp_path: Path, capsys: pyt
     assert "train: 24 word_problems; validation: 3 word_problems" in printed.out
     assert "81 to sample" in printed.out, "the option overrides the preset"
     assert "24 to train on, 3 to validate on, 3 set aside" in printed.err
+    assert "preset small" in printed.err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["q.jsonl"]
 
 

@@ -16,8 +16,6 @@ from support.processes import run_python
 import selfcal_lightning as sc
 from selfcal_lightning.core.imports import is_installed, require
 
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-TOPS = ("selfcal_lightning", "datamodules", "callbacks", "configs")
 DOCTESTED = [
     ".".join(["selfcal_lightning", *path.relative_to(ROOT).with_suffix("").parts])
     for folder in ("datamodules", "callbacks")
@@ -28,9 +26,11 @@ EXTRAS = ("vllm", "bitsandbytes", "aiohttp")
 
 
 def test_package_list_is_that_of_the_folders() -> None:
-    folders = [path.relative_to(ROOT).parent.parts for top in TOPS for path in (ROOT / top).rglob("__init__.py")]
+    tops = ("selfcal_lightning", "datamodules", "callbacks", "configs")
+    folders = [path.relative_to(ROOT).parent.parts for top in tops for path in (ROOT / top).rglob("__init__.py")]
     names = [".".join(parts if parts[0] == "selfcal_lightning" else ("selfcal_lightning", *parts)) for parts in folders]
-    assert PROJECT["tool"]["setuptools"]["packages"] == sorted(names)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert project["tool"]["setuptools"]["packages"] == sorted(names)
 
 
 @pytest.mark.parametrize("name", DOCTESTED)

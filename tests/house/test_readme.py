@@ -1,5 +1,3 @@
-"""What README and documentation say can be typed: targets, verbs, files, links, Python; and the examples run."""
-
 import re
 import shlex
 import sys

@@ -1,5 +1,3 @@
-"""The security floor, held by reading the source: no code from data, no pickles, no remote code, loopback only."""
-
 import ast
 import re
 from pathlib import Path

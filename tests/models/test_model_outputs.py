@@ -1,5 +1,3 @@
-"""P(True) and token losses from one forward pass, in families whose output layer ends the model and in others."""
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,13 +18,9 @@ from selfcal_lightning.confidence.token_reader import TokenReader
 from selfcal_lightning.engines.base import generate
 from selfcal_lightning.engines.transformers.engine import TransformersEngine
 from selfcal_lightning.engines.transformers.model import load_network
+from selfcal_lightning.models import causal_lm
 from selfcal_lightning.models import outputs as output_layer
-from selfcal_lightning.models.causal_lm import (
-    confidence_from_logits,
-    forward_arguments,
-    load_causal_lm,
-    selected_logits,
-)
+from selfcal_lightning.models.causal_lm import confidence_from_logits, forward_arguments, load_causal_lm
 from selfcal_lightning.models.chat_format import ChatFormat
 from selfcal_lightning.models.outputs import HiddenOutputs, LogitOutputs, ModelOutputs, run_outputs
 from selfcal_lightning.training.rounds import Probe, _network_logprobs
@@ -95,7 +89,7 @@ def test_logits_only_where_asked(family: str) -> None:
     seen: list[tuple[int, ...]] = []
     head.register_forward_hook(lambda module, arguments, output: seen.append(tuple(output.shape)))
     for given in (head, None):
-        found = selected_logits(model, given, forward_arguments(model, IDS, mask), places)
+        found = causal_lm.selected_logits(model, given, forward_arguments(model, IDS, mask), places)
         torch.testing.assert_close(found, full, atol=1e-5, rtol=0)
     assert seen == [(4, 90), (2, 7, 90)]
 

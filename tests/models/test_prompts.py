@@ -20,16 +20,8 @@ from selfcal_lightning.engines.opening import load_chat
 from selfcal_lightning.engines.settings import EngineOptions
 from selfcal_lightning.inference.answering import ask_question
 from selfcal_lightning.inference.choices import CalibratedDefaults
-from selfcal_lightning.models.chat_format import (
-    DEFAULT_QUERY,
-    ChatFormat,
-    Prompt,
-    PromptExample,
-    decode_text,
-    load_tokenizer,
-    put_prompt,
-    token_pieces,
-)
+from selfcal_lightning.models import chat_format
+from selfcal_lightning.models.chat_format import DEFAULT_QUERY, ChatFormat, Prompt, PromptExample, load_tokenizer
 from selfcal_lightning.records import Message, Question, SamplingSettings
 from selfcal_lightning.training.export import write_export
 from selfcal_lightning.training.self_calibration import SelfCalibrationModule
@@ -251,8 +243,6 @@ def test_missing_pieces_are_named(shared: Path) -> None:
     gemma = FAMILIES["gemma"]
     with pytest.raises(ValueError, match="content once, but it occurs 0 times"):
         ChatFormat(byte_tokenizer(gemma, "{{ messages[-1]['content'] }}<end_of_turn>"))
-    with pytest.raises(ValueError, match="`query`"):
-        ChatFormat(byte_tokenizer(gemma, NO_SYSTEM), query=" ")
     wordless = Tokenizer(models.BPE(vocab={s: b for b, s in _byte_symbols().items()}, merges=[]))
     wordless.pre_tokenizer = pre_tokenizers.ByteLevel(False)
     fast = PreTrainedTokenizerFast(tokenizer_object=wordless, eos_token="!", name_or_path="wordless")  # noqa: S106
@@ -309,9 +299,9 @@ def test_characters_of_several_tokens_stand_with_the_last_one() -> None:
         """Take tokens for bytes, and drop a space at the start as sentencepiece does."""
         return bytes(ids).decode(errors="replace").removeprefix(" ")
 
-    pieces = token_pieces(decode, list("a é。b c".encode()))
+    pieces = chat_format.token_pieces(decode, list("a é。b c".encode()))
     assert pieces == ["a", " ", "", "é", "", "", "。", "b", " ", "c"]
-    pieces = token_pieces(decode, list("né".encode())[:2])
+    pieces = chat_format.token_pieces(decode, list("né".encode())[:2])
     assert "".join(pieces) == "n\ufffd"
 
 
@@ -319,7 +309,7 @@ def test_characters_of_several_tokens_stand_with_the_last_one() -> None:
 def test_pieces_of_a_real_tokenizer_are_its_text(tiny_model: str, text: str) -> None:
     tokenizer = load_tokenizer(tiny_model)
     ids = tokenizer.encode(text, add_special_tokens=False)
-    pieces = token_pieces(partial(decode_text, tokenizer), ids)
+    pieces = chat_format.token_pieces(partial(chat_format.decode_text, tokenizer), ids)
     assert len(pieces) == len(ids)
     assert "".join(pieces) == tokenizer.decode(ids, clean_up_tokenization_spaces=False)
 
@@ -331,7 +321,7 @@ BRIEF = Prompt(system="Be brief.", examples=(SHOT,))
 
 
 def put(prompt: Prompt | None) -> list[tuple[str, str]]:
-    [question] = put_prompt([ask_question("What is 2+2?", task="local_number")], prompt)
+    [question] = chat_format.put_prompt([ask_question("What is 2+2?", task="local_number")], prompt)
     return [(message.role, message.content) for message in question.messages]
 
 
@@ -348,7 +338,7 @@ def test_system_examples_or_none() -> None:
     bare = [("user", "What is 1+1?"), ("assistant", "Answer: 2"), ("user", "What is 2+2?")]
     chat = Question("q", "local_number", (Message("user", "What is 2+2?"),))  # without a text of its own
     for prompt in (Prompt(examples=(SHOT,)), Prompt(base="none", examples=(SHOT,))):
-        [found] = put_prompt([chat], prompt)
+        [found] = chat_format.put_prompt([chat], prompt)
         assert [(message.role, message.content) for message in found.messages] == bare
     assert put(Prompt(base="none", examples=(SHOT,))) == bare
 

@@ -1,5 +1,3 @@
-"""Loading by rows: every process reads its own part, and has the weights that one process has, to the last bit."""
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -78,11 +78,10 @@ def test_lines_that_break_off_leave_what_was_there(tmp_path: Path) -> None:
 # ---- damaged or hostile JSON and YAML: every verb names the file and the line, before it reads without bound
 
 DEEP = "[" * 100_000 + "]" * 100_000
-DIGITS = "1" * 5_000
 GOOD = '{"id": "a", "task": "gsm8k", "split": "train", "question": "?", "reference": "7", "responses": [{"text": "7"}]}'
 BROKEN = {
     "deep": (f'{{"id": "b", "question": {DEEP}}}', "nested too deeply"),
-    "digits": (f'{{"id": "b", "reference": {DIGITS}}}', "a number that is too long"),
+    "digits": (f'{{"id": "b", "reference": {"1" * 5_000}}}', "a number that is too long"),
     "surrogate": ('{"id": "b", "question": "\\ud800"}', "half of a character"),
     "cut": ('{"id": "b", "question": "Wh', "column"),
 }

@@ -1,5 +1,3 @@
-"""A server or an engine that goes out of order in the middle of a run: nothing false is kept, nothing is lost."""
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

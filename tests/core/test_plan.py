@@ -27,7 +27,6 @@ from selfcal_lightning.inference.thresholds import fit_risk_threshold
 from selfcal_lightning.inference.voting import SelfConsistency
 from selfcal_lightning.models.causal_lm import SHARE_SAMPLING, WeightFiles
 from selfcal_lightning.models.folders import config_path, resolve_model
-from selfcal_lightning.models.lora import LoraSettings
 from selfcal_lightning.training.settings import AdapterSettings, MemorySettings, RowSizes, activation_bytes, plan_memory
 
 TESTS = "[{name: id, task: word_problems, split: test_id, limit: 2}]"
@@ -204,20 +203,6 @@ def test_a_gpu_that_is_not_there_is_said_at_once(monkeypatch: pytest.MonkeyPatch
     shown = refused(["fit", "--config", config_path("demo.yaml"), "--trainer.accelerator", "gpu"])
     assert "`trainer.accelerator` is 'gpu'" in shown
     assert "demo.yaml" in shown, "a training that this machine can run"
-
-
-def test_a_library_user_is_told_before_sampling_too(tiny_model: str, tmp_path: Path, engines: Mock) -> None:
-    """Without the command line: the Trainer's own `fit`."""
-    store = tmp_path / "store"
-    for settings, changes, message in (
-        ({"lora": LoraSettings(target_modules=("nope",))}, {}, "nope"),
-        ({}, {"max_length": 20}, "leaves no room for a response"),
-    ):
-        data = data_module(tiny_model, store, **changes)
-        with pytest.raises(ValueError, match=message):
-            trainer_with(generation()).fit(module_of(tiny_model, **settings), datamodule=data)
-    engines.assert_not_called()
-    assert not store.exists()
 
 
 @pytest.mark.parametrize(

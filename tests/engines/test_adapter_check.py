@@ -1,5 +1,3 @@
-"""The check that an engine serves the adapter that was trained, on both engines."""
-
 import math
 import random
 from collections.abc import Iterator, Sequence
@@ -88,7 +86,6 @@ def test_probes_spread_over_the_response_and_end_with_yes(tiny_model: str) -> No
 
 
 def table(p: float) -> Any:
-    """An engine that gives every token the same probability."""
     facts = {"engine": "table", "dtype": "float32"}
     return SimpleNamespace(
         next_token_probabilities=lambda prompts, ids, **_: [[p] * len(ids) for _ in prompts], describe=lambda: facts

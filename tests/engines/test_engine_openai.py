@@ -1,5 +1,3 @@
-"""The engine over a server: in this process, one that misbehaves, and vLLM's own; its wire, addresses and keys."""
-
 import asyncio
 import contextlib
 import json
@@ -35,9 +33,7 @@ from selfcal_lightning.engines.openai.transport import BackgroundJobs, check_bas
 from selfcal_lightning.engines.openai.wire import ServerError
 from selfcal_lightning.engines.vllm.process import worker_environment
 from selfcal_lightning.models.chat_format import ChatFormat, load_tokenizer
-from selfcal_lightning.records import Message, SamplingSettings
-
-COLD = SamplingSettings(temperature=0.005, edt_scale=None)
+from selfcal_lightning.records import Message
 
 
 @pytest.fixture
@@ -208,11 +204,7 @@ def test_scores_go_first_and_failures_name_the_prompt(connect: Connect, server: 
 
 
 def test_the_key_is_sent_and_never_shown(
-    connect: Connect,
-    server: FakeServer,
-    chat: ChatFormat,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
+    connect: Connect, server: FakeServer, chat: ChatFormat, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = connect()
     server.faults.extend([status(500, f"your key is {KEY}"), status(403, json.dumps([KEY]))])
@@ -222,9 +214,10 @@ def test_the_key_is_sent_and_never_shown(
     shown = f"{caught.value!r} {engine.describe()} {engine!r} {caplog.text}"
     assert "[key]" in shown
     assert KEY not in shown
-    monkeypatch.setenv(KEY_NAME, "another")
-    with pytest.raises(ServerError, match=rf"HTTP 401: Unauthorized .*{KEY_NAME}"):
-        connect().submit([])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(KEY_NAME, "another")
+        with pytest.raises(ServerError, match=rf"HTTP 401: Unauthorized .*{KEY_NAME}"):
+            connect().submit([])
 
 
 def test_what_is_wrong_at_the_start_is_told_without_key(connect: Connect, server: FakeServer, chat: ChatFormat) -> None:
@@ -267,10 +260,11 @@ def test_what_a_server_cannot_do_is_found_out_at_the_start(tiny_model: str, chat
     asking = OpenAIEngine(tiny_model, **settings, max_context=300)
     with pytest.raises(RequestsFailedError, match="is not written as an id: the server must be vLLM's own"):
         generate(asking, requests_of(chat, 1))
+    (request,) = requests_of(chat, 1)
     with pytest.raises(ValueError, match=r"`edt_scale` to be None .*Set `edt_scale` to null.*--logits-processors"):
-        asking.submit([replace(request, sampling=EDT) for request in requests_of(chat, 1)])
+        asking.submit([replace(request, sampling=EDT)])
     with pytest.raises(ValueError, match=r"`temperature` to be 0 or at least 0\.01"):
-        asking.submit([replace(request, sampling=COLD) for request in requests_of(chat, 1)])
+        asking.submit([replace(request, sampling=replace(request.sampling, temperature=0.005))])
     assert asking.poll() == []
     asking.close()
     plain.close()

@@ -1,5 +1,3 @@
-"""The vLLM engine against real vLLM: the shared contract, exactness of EDT, crashes, adapters and its environment."""
-
 import os
 import signal
 from collections.abc import Iterator

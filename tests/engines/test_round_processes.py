@@ -1,5 +1,3 @@
-"""Rounds of several processes: waiting for each other's shares, who joins, and one that is late or killed."""
-
 import errno
 import json
 import multiprocessing
@@ -36,7 +34,6 @@ Meeting = Callable[..., Rendezvous]
 Joining = Callable[..., list[Exception]]
 COLLECTIVE_TIMEOUT, DELAY = timedelta(seconds=20.0), 30.0
 SETTINGS = {"max_new_tokens": 60, "max_batch": 32, "questions_per_shard": 1}
-STALE = OSError(errno.ESTALE, os.strerror(errno.ESTALE))
 
 
 @pytest.fixture
@@ -55,7 +52,7 @@ def fails_once(real: Callable[..., Any]) -> Callable[..., Any]:
         nonlocal calls
         calls += 1
         if calls == 2:
-            raise STALE
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
         return real(*arguments, **options)
 
     return flaky

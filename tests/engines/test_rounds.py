@@ -1,5 +1,3 @@
-"""Regeneration rounds: which settings make another training, what is refused, and how far a round moves targets."""
-
 import importlib.util
 from pathlib import Path
 from typing import Any
@@ -197,23 +195,21 @@ def index_of(path: Path, rounds: list[dict[str, list[Row]]]) -> list[SampleIndex
 
 
 def test_shift_of_targets_by_hand(tmp_path: Path) -> None:
-    earlier, later = index_of(
-        tmp_path,
-        [
-            {
-                "a": [("7", None, 0.75), ("8", None, 0.25)],  # targets .75, .25: mean .5, leader 7
-                "b": [("1", None, 0.5), ("1", None, 0.5)],  # 1, 1
-                "c": [("2", None, 0.5), ("3", None, 0.1), (None, None, 0.9)],  # 5/6, 1/6: mean .5, leader 2
-                "d": [(None, None, 0.5), (None, None, 0.5)],  # no target
-            },
-            {
-                "a": [("8", None, 0.8), ("8", None, 0.8), ("7", None, 0.4)],  # .8, .8, .2: mean .6, leader 8
-                "b": [("1.0", None, 0.5), ("2", None, 0.5)],  # .5, .5: mean .5, leader 1 by another name
-                "c": [("2", None, 0.5), ("2", None, 0.5)],  # 1, 1
-                "d": [("5", None, 0.5), ("5", None, 0.5)],
-            },
-        ],
-    )
+    rounds = [
+        {
+            "a": [("7", None, 0.75), ("8", None, 0.25)],  # targets .75, .25: mean .5, leader 7
+            "b": [("1", None, 0.5), ("1", None, 0.5)],  # 1, 1
+            "c": [("2", None, 0.5), ("3", None, 0.1), (None, None, 0.9)],  # 5/6, 1/6: mean .5, leader 2
+            "d": [(None, None, 0.5), (None, None, 0.5)],  # no target
+        },
+        {
+            "a": [("8", None, 0.8), ("8", None, 0.8), ("7", None, 0.4)],  # .8, .8, .2: mean .6, leader 8
+            "b": [("1.0", None, 0.5), ("2", None, 0.5)],  # .5, .5: mean .5, leader 1 by another name
+            "c": [("2", None, 0.5), ("2", None, 0.5)],  # 1, 1
+            "d": [("5", None, 0.5), ("5", None, 0.5)],
+        },
+    ]
+    earlier, later = index_of(tmp_path, rounds)
     before, after = question_targets(earlier), question_targets(later)
     assert {name: target.mean for name, target in before.items()} == pytest.approx({"a": 0.5, "b": 1.0, "c": 0.5})
     shift = describe_shift(before, after)
@@ -226,16 +222,12 @@ def test_shift_of_targets_by_hand(tmp_path: Path) -> None:
 
 
 def test_a_round_is_described_by_what_is_known_of_its_own_samples(tmp_path: Path) -> None:
-    (index,) = index_of(
-        tmp_path,
-        [
-            {
-                "a": [("7", True, 0.95), ("8", False, 0.95), (None, None, 0.15), ("7", True, None)],
-                "b": [("3", False, 0.15)] * 4,
-                "c": [("9", None, 0.6)] * 4,  # nobody knows
-            }
-        ],
-    )
+    questions = {
+        "a": [("7", True, 0.95), ("8", False, 0.95), (None, None, 0.15), ("7", True, None)],
+        "b": [("3", False, 0.15)] * 4,
+        "c": [("9", None, 0.6)] * 4,  # nobody knows
+    }
+    (index,) = index_of(tmp_path, [questions])
     values = describe_round(index)
     assert values["rate/Unreadable"] == values["rate/Truncated"] == values["rate/WithoutConfidence"] == 1 / 12
     assert values["accuracy/PassAt1"] == pytest.approx((2 / 4 + 0 / 4) / 2)

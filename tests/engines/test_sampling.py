@@ -1,5 +1,3 @@
-"""Entropy-based dynamic temperature: against the reference, and vLLM's processor in both forms against our own."""
-
 import math
 from types import ModuleType, SimpleNamespace
 
@@ -123,7 +121,6 @@ def logits() -> torch.Tensor:
 
 @pytest.fixture
 def vllms() -> ModuleType:
-    """The module of vLLM's processor."""
     from selfcal_lightning.engines.vllm import dynamic_temperature
 
     return dynamic_temperature

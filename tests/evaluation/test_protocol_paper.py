@@ -2,7 +2,7 @@
 
 import pytest
 from support.house import Vectors
-from support.vote_cases import SCORE, entries_of_rows
+from support.strategy_pools import SCORE, entries_of_rows
 
 from selfcal_lightning.data.pools.recorded import RecordedPool
 from selfcal_lightning.evaluation.paper import PaperCurve, aggregation_csv, metric_csv, metric_rows, paper_curves

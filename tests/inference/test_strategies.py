@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.house import Vectors
-from support.strategy_pools import assert_curve_equals_solve, make_entry, random_pool
-from support.vote_cases import SCORE, outcome_of, score_entry, verdict_of
+from support.strategy_pools import SCORE, assert_curve_equals_solve, make_entry, random_pool, score_entry, verdict_of
 
 from selfcal_lightning.inference.adaptive_consistency import THRESHOLDS, AdaptiveConsistency
 from selfcal_lightning.inference.base import Ask
@@ -140,7 +139,8 @@ def test_original_vectors_of_adaptive_consistency(vectors: Vectors) -> None:
     for case in vectors("adaptive_consistency_online")["cases"]:
         for criterion, wanted in case["results"].items():
             verdict = verdict_of(AdaptiveConsistency(criterion, max_samples=40), case["sequence"])
-            assert outcome_of(verdict) == (wanted["answer"], wanted["used"], wanted["stopped"]), criterion
+            found = verdict.answer, verdict.samples_used, verdict.stopped_early
+            assert found == (wanted["answer"], wanted["used"], wanted["stopped"]), criterion
 
 
 def test_vectors_of_borda(vectors: Vectors) -> None:
@@ -265,21 +265,9 @@ def test_confidences_that_cannot_weigh_are_refused_by_both_forms(strategy: Any, 
         ("self_consistancy", {}, r"one of best_of_n, .*'self_consistancy'\. Did you mean 'self_con"),
         ("early_stopping", {"treshold": 0.5}, r"to be among threshold, max_.*'treshold'\. Did you mean 'threshold'\?"),
         ("pass_at_n", {"confidence": "p_true"}, r"pass_at_n to be among max_samples, but got 'confidence'\.$"),
-        (
-            "adaptive_consistency",
-            {"criterion": "beta", "confidence": "p_true"},
-            "to be None .* 'confidence_r",
-        ),
-        ("adaptive_consistency", {"criterion": "crp"}, "`criterion` .* got 'crp'"),
-        ("best_of_n", {"confidence": None}, "`confidence` .* got None"),
-        ("cges", {"clamp": 0.5}, "`clamp` .* got 0.5"),
-        ("cisc", {"temperature": 0.0}, "`temperature` .* got 0.0"),
+        ("adaptive_consistency", {"criterion": "beta", "confidence": "p_true"}, "to be None .* 'confidence_r"),
         ("early_stopping", {"threshold": math.nan}, "`threshold` .* got nan"),
-        ("early_stopping", {"threshold": "0.9"}, "`threshold` .* got '0.9'"),
-        ("early_stopping", {"fallback": "vote"}, "`fallback` .* got 'vote'"),
-        ("self_consistency", {"confidence": ""}, "`confidence` .* got ''"),
         ("self_consistency", {"max_samples": True}, "`max_samples` .* got True"),
-        ("window_stopping", {"mode": "both"}, "`mode` .* got 'both'"),
     ],
 )
 def test_settings_that_a_strategy_does_not_have_are_named(name: str, fields: dict[str, Any], message: str) -> None:

@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.house import Vectors
-from support.strategy_pools import drive, make_entry
-from support.vote_cases import outcome_of, verdict_of
+from support.strategy_pools import drive, make_entry, outcome_of, verdict_of
 
 from selfcal_lightning.inference.adaptive_consistency import (
     AdaptiveConsistency,

@@ -97,11 +97,7 @@ def dataset_task(name: str) -> DatasetTask:
     return task
 
 
-def test_every_data_set_is_covered() -> None:
-    assert set(ROWS) == {name for name, task in TASKS.items() if isinstance(task, DatasetTask)}
-
-
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("name", [name for name, task in TASKS.items() if isinstance(task, DatasetTask)])
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 def test_rows_become_questions(name: str, kind: str, tmp_path: Path) -> None:
     row, reference, piece = ROWS[name]
@@ -380,8 +376,9 @@ def test_answer_and_reference_mean_the_same_as_text_or_number(read: Reader, tmp_
 
 @READERS
 def test_text_and_parquet_are_read_alike(read: Reader, tmp_path: Path) -> None:
-    (tmp_path / "q.txt").write_text("One?\n\nTwo?\n")
+    (tmp_path / "q.txt").write_text("\ufeffOne?\n\n  Two? \r\n")
     assert [question.text for question in read(tmp_path / "q.txt")] == ["One?", "Two?"]
+    assert [question.id for question in asked(tmp_path / "q.txt")] == ["line-1", "line-3"]
     rows = [{"question": "One?", "answer": 1.5, "level": 3}, {"question": "Two?", "answer": None, "level": 2}]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "q.parquet")
     assert [(q.text, q.reference) for q in read(tmp_path / "q.parquet")] == [("One?", "1.5"), ("Two?", None)]
@@ -419,9 +416,9 @@ def test_fields_and_lines_of_others_are_left_alone(tmp_path: Path, caplog: pytes
 
 
 def test_questions_may_come_from_python() -> None:
-    rows = [{"question": "2+2?", "answer": 4}, {"question": "b?", "task": "local_choice"}]
+    rows = [{"question": "2+2?", "answer": 4}, {"question": "b?", "task": "local_choice", "answer": "c", "id": "b"}]
     found = read_questions(rows, task="local_number")
-    wanted = [("line-1", "local_number", "4"), ("line-2", "local_choice", None)]
+    wanted = [("line-1", "local_number", "4"), ("b", "local_choice", "C")]
     assert [(q.id, q.task, q.reference) for q in found] == wanted
     assert read_questions(found, task="local_text") == found
     with pytest.raises(ValueError, match=r"questions\[2\]: Expected the fields .*'anwser'"):

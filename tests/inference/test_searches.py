@@ -1,23 +1,20 @@
 from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import count, pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
 from support.fakes import FakeChat, FakeTask
-from support.reward_models import stand_in
 from support.strategy_pools import drive
 
 from selfcal_lightning.cli import run
 from selfcal_lightning.core.errors import InputError
-from selfcal_lightning.data.step_settings import RewardSettings, Steps
+from selfcal_lightning.data.step_settings import Steps
 from selfcal_lightning.data.steps import StepStops, ends_of
 from selfcal_lightning.evaluation.curves import plan_of
 from selfcal_lightning.inference.base import Ask, Solving, Strategy, make_verdict
 from selfcal_lightning.inference.driver import run_strategy
 from selfcal_lightning.inference.registry import make_strategy
 from selfcal_lightning.inference.sources import EngineSource, replay
-from selfcal_lightning.models.chat_format import load_tokenizer
 from selfcal_lightning.records import (
     Finish,
     Message,
@@ -29,9 +26,7 @@ from selfcal_lightning.records import (
     SamplingSettings,
     Verdict,
 )
-from selfcal_lightning.rewards.answering import check_search, open_search
-from selfcal_lightning.rewards.formats import Score, reward_format
-from selfcal_lightning.rewards.reading import RewardFile
+from selfcal_lightning.rewards.formats import Score
 from selfcal_lightning.rewards.search import AdaptiveBestOfN, BeamSearch, DiverseTreeSearch, ParticleFiltering
 
 QUESTION = Question("q", "local_number", (), reference="7")
@@ -258,16 +253,6 @@ def test_a_score_that_is_no_number_ends_the_search() -> None:
             play(strategy, rising)
 
 
-def test_a_reward_model_of_another_tokenizer_steers_nothing(tiny_model: str, tmp_path: Path) -> None:
-    folder = stand_in(tiny_model, tmp_path / "m", reward_format("quantile-prm"), words=["<another>"])
-    RewardFile("quantile-prm", "sentence", (0.1, 0.9), "outcome").write(Path(folder))
-    settings = RewardSettings(folder)
-    assert check_search("particle_filtering", {"particles": 2}, settings)
-    for name in ("beam_search", "adaptive_best_of_n"):
-        with pytest.raises(InputError, match="the tokenizer or the chat template of the policy"):
-            open_search(name, {}, settings, tokenizer=load_tokenizer(tiny_model), dtype="float32")
-
-
 def test_searches_need_live_samples_and_a_reward_model(capsys: pytest.CaptureFixture) -> None:
     for name in ("beam_search", "diverse_tree_search", "particle_filtering", "adaptive_best_of_n"):
         with pytest.raises(InputError, match=f"`selfcal answer --strategy {name}"):
@@ -287,7 +272,6 @@ def test_searches_need_live_samples_and_a_reward_model(capsys: pytest.CaptureFix
         (BeamSearch, {"width": 2, "keep": 3}, "`keep` .* 2, but got 3"),
         (BeamSearch, {"width": 8, "keep": 3}, "`width` .*`keep`, 3, but got 8"),
         (DiverseTreeSearch, {"trees": 3}, "`width` .*`trees`, 3, but got 8"),
-        (BeamSearch, {"duplicates": "drop"}, "`duplicates`"),
     ],
 )
 def test_what_cannot_be_searched_is_refused(search: Any, fields: dict[str, Any], message: str) -> None:
@@ -414,8 +398,3 @@ def test_texts_counts_and_chances_of_steps() -> None:
     assert first.logprob is None
     assert second.text.endswith("## Step 2: b")
     assert second.logprob == -0.5 * len("\n## Step 2: b")
-
-
-def test_rules_that_read_whole_responses_are_refused() -> None:
-    with pytest.raises(InputError, match="but got 'auto', which needs a whole response"):
-        StepStops.of(Bytes(), "auto")  # type: ignore[arg-type]

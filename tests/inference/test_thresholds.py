@@ -61,8 +61,6 @@ def test_a_smaller_budget_cuts_the_same_orders_shorter() -> None:
     np.testing.assert_array_equal(wide[:, :2], narrow)
     assert all(set(row) <= set(range(lengths[i % 3])) for i, row in enumerate(wide.tolist()))
     assert recorded.tolist() == [[0, 1, 2]] * 3
-    with pytest.raises(ValueError, match=r"between 1 and 4, .* 5"):
-        Orders(lengths, 5)
 
 
 def test_the_most_accurate_within_a_budget_or_the_cheapest_of_an_accuracy_is_taken() -> None:
@@ -188,8 +186,6 @@ def test_a_failed_request_is_wrong_but_references_are_needed_and_a_guide_or_a_gr
         fit_risk_threshold(SIX, pool, risk=0.3, guide=pool, grid=[0.5])
     with pytest.raises(ValueError, match="--estimator verbalized"):
         fit_goal_threshold(replace(SIX, confidence="verbalized"), pool, "budget", 1.0)
-    with pytest.raises(ValueError, match="at least one calibration question"):
-        fit_goal_threshold(SIX, [], "budget", 1.0)
 
 
 def test_a_threshold_survives_its_file(tmp_path: Path) -> None:
@@ -273,23 +269,18 @@ def _simulate(draw: np.random.Generator, num_questions: int = NUM_QUESTIONS) -> 
 
 
 @pytest.mark.parametrize(
-    ("procedure", "num_sets"),
+    ("procedure", "num_sets", "settings"),
     [
-        ("fixed_from_promising", NUM_SETS),
-        ("guided", NUM_SETS),
-        ("fixed_from_top", 500),
-        ("ten_starts", 500),
-        ("bonferroni", 500),
-        ("hoeffding_bentkus", 500),
+        ("fixed_from_promising", NUM_SETS, {}),
+        ("guided", NUM_SETS, {}),
+        ("fixed_from_top", 500, {}),
+        ("ten_starts", 500, {"num_starts": 10}),
+        ("bonferroni", 500, {"procedure": "bonferroni"}),
+        ("hoeffding_bentkus", 500, {"test": "hoeffding_bentkus"}),
     ],
 )
-def test_the_stated_error_level_holds(procedure: str, num_sets: int) -> None:
+def test_the_stated_error_level_holds(procedure: str, num_sets: int, settings: dict) -> None:
     draw = np.random.default_rng(7)
-    settings: dict = {
-        "ten_starts": {"num_starts": 10},
-        "bonferroni": {"procedure": "bonferroni"},
-        "hoeffding_bentkus": {"test": "hoeffding_bentkus"},
-    }.get(procedure, {})
     grid = STEPS[STEPS <= 0.88] if procedure in ("fixed_from_promising", "hoeffding_bentkus") else STEPS
     violations = certified = 0
     for _ in range(num_sets):
@@ -363,13 +354,11 @@ def test_guided_grid_begins_where_the_case_is_clearest() -> None:
     assert ltt.guided_grid(confidence, loss, num_questions=200, risk=0.2).tolist() == [0.5]
     confidence, loss = [1.0] * 20 + [0.5] * 20, [0.0] * 20 + [1.0] * 20
     assert ltt.guided_grid(confidence, loss, num_questions=200, risk=0.2).tolist() == [1.0, 0.5]
-    with pytest.raises(ValueError, match="at least one finite value"):
-        ltt.guided_grid([-math.inf], [1.0], num_questions=5, risk=0.2)
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
-    [({"loss": [0.5]}, "0 and 1"), ({"risk": 1.0}, "`risk` .* 1.0"), ({"confidence": [math.nan]}, "`grid` of finite")],
+    [({"loss": [0.5]}, "0 and 1"), ({"confidence": [math.nan]}, "`grid` of finite")],
 )
 def test_bad_arguments_are_refused(changes: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):

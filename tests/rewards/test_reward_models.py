@@ -25,7 +25,7 @@ from selfcal_lightning.core.errors import InputError, RunError
 from selfcal_lightning.data.step_settings import RewardSettings
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.records import Message, Question, QuestionSamples, Sample
-from selfcal_lightning.rewards.answering import open_search
+from selfcal_lightning.rewards.answering import check_search, open_search
 from selfcal_lightning.rewards.formats import REWARD_FORMATS, register_reward_format, reward_format
 from selfcal_lightning.rewards.module import QuantileRewardModule
 from selfcal_lightning.rewards.reading import check_rewards, open_rewards
@@ -142,6 +142,7 @@ def test_a_search_needs_the_words_of_its_policy(tiny_model: str, tmp_path: Path)
     policy, name = AutoTokenizer.from_pretrained(tiny_model), "quantile-prm"
     other = stand_in(tiny_model, tmp_path / "other", reward_format(name), words=["<one>"])
     settings: dict[str, Any] = {"tokenizer": policy, "dtype": "auto"}
+    assert check_search("adaptive_best_of_n", {"max_samples": 2}, settings_of(other, name))
     with pytest.raises(InputError, match=r"other lacks the tokenizer or the chat template of the policy"):
         open_search("adaptive_best_of_n", {}, settings_of(other, name), **settings)
     public = stand_in(tiny_model, tmp_path / "public", reward_format("reasoneval"))
@@ -158,8 +159,6 @@ def test_settings_and_formats_that_cannot_be_are_refused(tmp_path: Path, monkeyp
     ):
         with pytest.raises(InputError, match=message):
             check_rewards(settings)
-    with pytest.raises(InputError, match="`separator` to be given"):
-        replace(reward_format("reasoneval"), layout="marked")
     mine = replace(reward_format("reasoneval"), name="mine")
     monkeypatch.setattr("selfcal_lightning.rewards.formats.REWARD_FORMATS", copy(REWARD_FORMATS))
     assert register_reward_format(mine) is mine

@@ -169,11 +169,11 @@ def test_all_that_read_steps_cut_behind_the_marker(chat: ChatFormat) -> None:
     assert found == [StepEnd(end, is_settled=True) for end in ends[:-1]]
 
 
-def test_markers_that_no_response_can_hold_are_refused(chat: ChatFormat, tmp_path: Path) -> None:
+def test_steps_that_no_search_can_end_at_are_refused(chat: ChatFormat, tmp_path: Path) -> None:
     RewardFile(QUANTILE_PRM, "marker: ", (0.1, 0.9), "outcome").write(tmp_path)
     for make, message in (
         (lambda: StepStops.of(chat.tokenizer, f"marker:{chat.tokenizer.eos_token}"), "a text that responses can hold"),
-        (lambda: RewardSettings(steps="marker:"), "to name the text after each step"),
+        (lambda: StepStops.of(chat.tokenizer, "auto"), "but got 'auto', which needs a whole response"),
         (lambda: RewardSettings(steps="marker"), "marker:TEXT, but got"),
         (lambda: read_reward_file(tmp_path), "to name the text after each step"),
     ):

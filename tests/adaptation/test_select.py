@@ -221,10 +221,8 @@ def test_the_files_of_the_reference_system_claim_nothing_that_nobody_judged(stor
         ({"label": "reference"}, "without `references`"),
         ({"keep_top": 0.5, "keep_count": 3}, "Expected one of `threshold`, `keep_top` and `keep_count`"),
         ({"split": "test"}, "no question of split 'test'"),
-        ({"features": ["p_true"]}, "Expected `features` with `pick` 'fused'"),
         ({"keep": "self_certainty"}, "Run `selfcal score --estimator self_certainty"),
         ({"keep": "fused"}, "`keep` to be one of share, ssc, pick, .* but got 'fused'"),
-        ({"pick": "pick"}, "`pick` to be one of fused, share, ssc, .* but got 'pick'"),
     ],
 )
 def test_what_cannot_be_is_refused(store: Path, tmp_path: Path, options: dict[str, Any], message: str) -> None:

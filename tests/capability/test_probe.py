@@ -22,9 +22,8 @@ from selfcal_lightning.data.store.annotations import QuestionAnnotation, questio
 from selfcal_lightning.data.store.features import FeatureFolder
 from selfcal_lightning.engines.settings import EngineSettings, PromptStates
 from selfcal_lightning.engines.transformers.engine import TransformersEngine
-from selfcal_lightning.metrics.discrimination import auroc, spearman
+from selfcal_lightning.metrics.discrimination import spearman
 from selfcal_lightning.models.chat_format import ChatFormat, load_tokenizer
-from selfcal_lightning.records import Message, Question, QuestionSamples, Sample
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +55,9 @@ def test_a_probe_without_labels_knows_other_questions(place: Path) -> None:
     assert len(values) == SPLITS["test"][1]
     assert all(0.0 <= value <= 1.0 for value in values if value is not None)
     assert (spearman(values, [chance(question) for question in pool.questions]) or 0.0) > 0.5
+    states = PromptStates(*np.zeros((2, 3, 1, 6), dtype=np.float32))
+    with pytest.raises(InputError, match="at least 10 questions to fit a probe on, but got 3"):
+        fit_probe(states, pool.pool.entries[:3], origin={}, sampling=None)
 
 
 def test_states_are_kept_with_what_they_are_of(place: Path, no_engine: None) -> None:
@@ -135,6 +137,8 @@ def test_a_file_of_questions(place: Path) -> None:
         (value,) = run_score_questions(**options, **estimator)
         (line,) = [json.loads(line) for line in (place / "out.jsonl").read_text().splitlines()]
         assert (line["id"], line["capability"]) == ("tom", value)
+    with pytest.raises(InputError, match="estimator 'probe', but got"):
+        run_score_questions(**options, estimator="p_true_before", probe=str(place / "probe"))
     (place / "out.jsonl").write_text("something else\n")
     with pytest.raises(InputError, match="a new file or earlier scores of questions"):
         run_score_questions(**options, estimator="p_true_before")
@@ -210,41 +214,6 @@ def test_targets_that_teach_nothing_are_refused(tmp_path: Path, no_engine: None)
         with pytest.raises(InputError, match=message):
             run_fit_probe(str(store), str(tmp_path / "probe"), target=target)
     assert not (tmp_path / "probe").exists()
-
-
-def questions_with_states(size: int, seed: int, prefix: str) -> tuple[PromptStates, list[QuestionSamples]]:
-    """Return unlabelled questions whose first feature tells how likely a response is "7"; others scatter."""
-    rng = np.random.default_rng(seed)
-    states = rng.normal(size=(size, 1, 6)).astype(np.float32)
-    entries = []
-    for row in range(size):
-        name, likely = f"{prefix}{row}", 1.0 / (1.0 + np.exp(-2.0 * states[row, 0, 0]))
-        answers = ["7" if rng.random() < likely else str(rng.integers(100, 200)) for _ in range(6)]
-        samples = tuple(Sample(name, i, 0, "", None, None, answer, None) for i, answer in enumerate(answers))
-        entries.append(QuestionSamples(Question(name, "t", (Message("user", name),)), samples, "s"))
-    return PromptStates(states, np.zeros_like(states)), entries
-
-
-def test_a_probe_without_labels_ranks_the_responses_to_other_questions() -> None:
-    states, train = questions_with_states(200, 0, "train")
-    others, test = questions_with_states(100, 1, "test")
-    values = fit_probe(states, train, origin={}, sampling=None).predict(others)
-    confidence = np.repeat(values, 6)
-    assert (auroc(confidence, [sample.answer == "7" for entry in test for sample in entry.samples]) or 0.0) > 0.75
-    with pytest.raises(InputError, match="at least 10 questions to fit a probe on, but got 3"):
-        fit_probe(*questions_with_states(3, 0, "q"), origin={}, sampling=None)
-
-
-def test_options_that_contradict_one_another(place: Path) -> None:
-    store = str(place / "store")
-    for options, words in (
-        ({}, "either `store_dir`, or `output` with `questions` or with a `task`, but got none"),
-        ({"store_dir": store}, "`probe` goes with the estimator 'probe'"),
-        ({"store_dir": store, "estimator": "p_true_before", "probe": "p"}, "estimator 'probe', but got 'p'"),
-        ({"questions": "q", "output": "o", "probe": "p"}, "`model` where there is no `store_dir`"),
-    ):
-        with pytest.raises(InputError, match=words):
-            run_score_questions(**options)
 
 
 def test_the_command_line(place: Path, capsys: pytest.CaptureFixture) -> None:

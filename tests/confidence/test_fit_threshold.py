@@ -321,11 +321,9 @@ def test_a_fusion_may_read_a_scaled_part(pool: str, tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["fit-threshold", "--budget", "3", "--risk", "0.1"], "exactly one of `budget`, `accuracy` and `risk`"),
-        (["fit-threshold", "--budget", "3", "--confidence", "verbalized"], "--estimator verbalized"),
         (["fit-threshold", "--budget", "3", "--delta", "0.2"], "`delta` is for a `risk` alone"),
         (["fit-threshold", "--risk", "0.5", "--num_reshuffles", "5"], "`num_reshuffles` is for a `budget` or an"),
         (["fit-threshold", "--budget", "3", "--split", "test"], "but got none"),
-        (["fit-confidence", "--features", "[self_certainty]"], "--estimator self_certainty"),
         (["fit-confidence", "--kind", "temperature", "--source", "sequence_logprob"], "Use Platt or isotonic"),
         (["fit-confidence", "--source", "sequence_logprob"], "`source` is for a scaler"),
         (["fit-confidence", "--kind", "platt", "--target", "ssc"], "`target` is for `kind` fusion alone"),

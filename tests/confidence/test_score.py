@@ -265,20 +265,17 @@ def test_a_pool_appears_whole_or_not_at_all(pool: Path, tmp_path: Path, monkeypa
     assert not list(tmp_path.glob(".*.tmp"))
 
 
-def test_bad_pools_are_named(pool: Path, tmp_path: Path) -> None:
+def test_a_pool_without_responses_is_named(tmp_path: Path) -> None:
     empty = tmp_path / "empty.jsonl"
     empty.write_text("")
     with pytest.raises(ValueError, match="to hold responses, but got none"):
         run_score("response_consistency", pool=str(empty), output=str(tmp_path / "out.jsonl"))
-    with pytest.raises(ValueError, match="Expected `model` to name the model that scores"):
-        run_score("p_true", pool=str(pool), output=str(tmp_path / "out.jsonl"))
 
 
 @pytest.mark.parametrize(
     ("arguments", "field"),
     [
         ({"estimator": ["p_true", "verbalized"], "store_dir": "s", "name": "x"}, "name"),
-        ({"pool": "p"}, "output"),
         ({"store_dir": "s", "output": "o"}, "store_dir"),
         ({"pool": "p", "output": "o", "shard": "0/2"}, "shard"),
         ({"store_dir": "s", "consistency_samples": 3}, "consistency_samples"),

@@ -20,7 +20,6 @@ from selfcal_lightning.evaluation.strategies import TrainingCost
 from selfcal_lightning.inference.sources import replay
 from selfcal_lightning.inference.thresholds import FittedThreshold, fit_risk_threshold
 from selfcal_lightning.inference.voting import SelfConsistency
-from selfcal_lightning.models.chat_format import Prompt
 from selfcal_lightning.records import QuestionSamples
 
 METRICS = ("ece", "auroc", "brier", "pass_at_1", "within_question_auroc")
@@ -246,10 +245,7 @@ def test_each_of_three_systems_has_its_sentence(
         ({"after": "bundled"}, "after='bundled'"),
         ({"model": "bundled"}, "`tests`"),
         ({"pools": {"m": "x"}, "before": "bundled"}, "`before`"),
-        ({"pools": {"m": "x"}, "prompt": Prompt(system="x")}, "`prompt`"),
-        ({"pools": {"m": "x"}, "num_samples": 4}, "no `num_samples` beside pools"),
         ({"pools": {"m": "x"}, "engine": EngineSettings(dtype="float32")}, "no `engine` beside pools"),
-        ({"pools": {"m": "x"}, "protocol": "paper", "scorers": ["s.json"]}, "no `scorers` .* published protocol"),
         ({"pools": {"m": "x"}, "protocol": "paper", "strategies": ["cisc"]}, "no `strategies` .* published protocol"),
         ({"model": "m", "protocol": "paper", "calibration": TestSet("c", "gsm8k")}, "no `calibration` .* published"),
         ({"pools": {"m": "x"}, "strategies": [], "fitted_thresholds": ["t.json"]}, "no `fitted_thresholds` .*empty"),

@@ -185,37 +185,20 @@ def test_what_is_written(written: Path, tmp_path: Path, capsys: pytest.CaptureFi
     assert "hold an earlier evaluation of capability" in capsys.readouterr().err
 
 
-def test_a_probe_is_not_judged_by_its_own_questions(written: Path, tmp_path: Path) -> None:
-    shutil.copytree(written, tmp_path / "own")
-    store = str(tmp_path / "own" / "store")
-    run_score_questions(probe=str(written / "probe"), store_dir=store, split="train")
-    with pytest.raises(InputError, match="'probe' was fitted on 40 of 40"):
-        run_evaluate_capability(store, str(tmp_path / "out"), split="train")
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"estimate_samples": 1}, "`estimate_samples` of at least 2, but got 1"),
-        ({"estimate_samples": 8}, "no response from number 8 on"),
-        ({"estimate_samples": 7}, "got 1 for 24 of 24 questions with `estimate_samples` 7"),
-        ({"calibration_split": "test"}, "calibration_split"),
-    ],
-)
-def test_refusals(written: Path, tmp_path: Path, options: dict, message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        run_evaluate_capability(str(written / "store"), str(tmp_path / "out"), split="test", **options)
-    assert not (tmp_path / "out").exists()
-
-
-def test_stores_that_lack_values_or_reference_answers_are_refused(written: Path, tmp_path: Path) -> None:
-    shutil.copytree(written / "store", tmp_path / "own")
-    QuestionAnnotation(tmp_path / "own", "mine").write({("no question", ""): 0.5}, origin={"by": "hand"})
+def test_what_cannot_be_judged_is_refused(written: Path, tmp_path: Path) -> None:
+    whole, own = str(written / "store"), str(shutil.copytree(written / "store", tmp_path / "own"))
+    run_score_questions(probe=str(written / "probe"), store_dir=own, split="train")
+    QuestionAnnotation(own, "mine").write({("no question", ""): 0.5}, origin={"by": "hand"})
     unjudged = str(capability_store(tmp_path / "unjudged", judged=False))
-    for store, estimator, message in (
-        (str(tmp_path / "own"), ["mine"], "None of 24 questions of .* has a value of mine"),
-        (unjudged, ["oracle"], "`estimator` 'oracle' needs reference answers"),
-        (unjudged, ["agreeing_pairs"], "`pool` .* needs reference answers"),
+    for store, options, message in (
+        (whole, {"estimate_samples": 8}, "no response from number 8 on"),
+        (whole, {"estimate_samples": 7}, "got 1 for 24 of 24 questions with `estimate_samples` 7"),
+        (whole, {"calibration_split": "test"}, "calibration_split"),
+        (own, {"split": "train"}, "'probe' was fitted on 40 of 40"),
+        (own, {"estimator": ["mine"]}, "None of 24 questions of .* has a value of mine"),
+        (unjudged, {"estimator": ["oracle"]}, "`estimator` 'oracle' needs reference answers"),
+        (unjudged, {"estimator": ["agreeing_pairs"]}, "`pool` .* needs reference answers"),
     ):
         with pytest.raises(InputError, match=message):
-            run_evaluate_capability(store, str(tmp_path / "out"), split="test", estimator=estimator)
+            run_evaluate_capability(store, str(tmp_path / "out"), **{"split": "test", **options})
+    assert not (tmp_path / "out").exists()

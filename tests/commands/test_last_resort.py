@@ -65,7 +65,6 @@ def test_a_defect_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     ("error", "said"),
     [
         (errors.InputError("Expected `a` to be b, but got c."), "Expected `a` to be b, but got c."),
-        (errors.RunError("Expected a server, but got none."), "Expected a server, but got none."),
         (errors.MissingPackageError("`vllm` is not installed."), "`vllm` is not installed."),
         (PermissionError(13, "Permission denied", "/srv/results"), "Permission denied: /srv/results"),
         (torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 2 GiB"), "`max_batch`"),
@@ -197,17 +196,13 @@ def test_ctrl_c_in_a_training_says_how_it_goes_on_and_leaves_no_empty_logs(
     assert not list(here.rglob("version_*"))
 
 
-def hear_ctrl_c() -> None:
-    """A shell may have started the tests in the background, deaf: processes inherit that."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
 def interrupted(arguments: list[str], folder: Path, when: Callable[[], bool]) -> str:
     """Start a command, press Ctrl-C once ``when`` holds, and return its last line."""
     with open(folder / "out", "w") as out, open(folder / "err", "w") as err:  # files: nobody waits for anybody
         process = subprocess.Popen(
             [sys.executable, "-m", "selfcal_lightning", *arguments], stdout=out, stderr=err, text=True, cwd=folder,
-            start_new_session=True, preexec_fn=hear_ctrl_c,
+            start_new_session=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell in the background leaves it deaf
         )  # fmt: skip
     try:
         while process.poll() is None and not when():

@@ -146,7 +146,6 @@ def answered(**fields: object) -> dict:
     [
         ({"reference": ...}, "the fields reference, but got only id, question, responses, split, task"),
         ({"task": ...}, r"the fields task \(or the argument of that name\)"),
-        ({"responses": [{}]}, "`text` of a response to be text, but got None"),
         ({"refrence": "1"}, r"only the fields .*, but got \['refrence'\]"),
         ({"id": "a"}, "`id` to be unique, but got 'a' again, from line 1"),
         ({"id": "\ud800"}, "JSON object in valid Unicode"),
@@ -245,9 +244,7 @@ def import_prefixes(path: Path, store: Path) -> object:
     [
         (import_records, records()[1] | {"input": "no header"}, "`input` to hold the prompt separator '<|assistant|>"),
         (import_records, records()[1] | {"consistency": 1.5}, r"`consistency` to lie in \[0, 1\], but got 1.5"),
-        (import_records, records()[1] | {"answer": [1]}, "`answer` to be text, a number or null"),
         (import_prefixes, {"question": "q", "reasoning_prefix": "p"}, "the fields success_prob, but got only"),
-        (import_prefixes, PREFIX | {"success_prob": 1.5}, r"`success_prob` to lie in \[0, 1\]"),
         (import_prefixes, PREFIX | {"reasoning_prefix": "9.<|im_end|>"}, r"r\.jsonl:1: .*'<\|im_end\|>'"),
         (import_prefixes, PREFIX | {"reasoning_prefix": ""}, "records with a `reasoning_prefix`"),
         (import_prefixes, {"prompt": "q", "completions": ["a", "b"], "labels": [True]}, "`labels` to be a list of 2"),

@@ -21,10 +21,6 @@ from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.data.store.shards import StoreCorruptError
 
 
-def _truncate(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-200])
-
-
 def _flip(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
@@ -32,7 +28,8 @@ def _flip(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("damage", "found"), [(_truncate, "bytes long, but got"), (_flip, "sha256"), (Path.unlink, "no such file")]
+    ("damage", "found"),
+    [(lambda path: os.truncate(path, 200), "bytes long, but got"), (_flip, "sha256"), (Path.unlink, "no such file")],
 )
 def test_damage_is_named_and_repaired(tmp_path: Path, damage: object, found: str) -> None:
     store, questions = make_store(tmp_path), fake_questions(6)
@@ -70,14 +67,15 @@ def test_damaged_manifests(tmp_path: Path) -> None:
     (tmp_path / "manifest.json").write_text("{")
     with pytest.raises(StoreCorruptError, match=r"manifest.json to be a JSON file"):
         store.index()
+    write(store, fake_questions(1, prefix="more"), part="b")
     store.join()
-    assert len(store.index()) == 12
+    assert len(store.index()) == 16
     (tmp_path / "parts" / "a" / "part.json").write_text("")
     with pytest.raises(StoreCorruptError, match=r"part.json to be a JSON file.*--repair true"):
         store.join()
     assert SampleStore(tmp_path).repair().moved == ("parts/a",)
     assert len(list((tmp_path / "aside").rglob("*.parquet"))) == 1
-    assert len(SampleStore(tmp_path).index()) == 0
+    assert len(SampleStore(tmp_path).index()) == 4
 
 
 @pytest.mark.parametrize("step", ["fsync", "replace"])
@@ -308,22 +306,10 @@ def test_a_damaged_round_is_put_back_from_the_joined_manifest(store: SampleStore
     assert len(make_store(store.path).index()) == 12
 
 
-def test_a_damaged_round_without_a_copy_is_created_again_and_checked_against_its_shards(store: SampleStore) -> None:
+def test_a_damaged_round_without_a_copy_is_created_again(store: SampleStore) -> None:
     (store.path / "rounds" / "round-000.json").write_text("{")
     (store.path / "manifest.json").write_text("{")
     assert store.repair().moved == ("rounds/round-000.json",)
     again = make_store(store.path)
     again.join()
     assert len(again.index()) == 12
-    (store.path / "rounds" / "round-000.json").unlink()
-    other = replace(FINGERPRINT, model=replace(MODEL, adapter_sha256="new"))
-    again = SampleStore.create_or_open(store.path, other, num_samples=4, engine={})
-    with pytest.raises(StoreCorruptError, match="another model, prompt or sampling"):
-        again.stored_questions(include_parts=True)
-
-
-def test_more_is_written_after_a_manifest_was_damaged(store: SampleStore) -> None:
-    (store.path / "manifest.json").write_bytes((store.path / "manifest.json").read_bytes()[:-9])
-    write(store, fake_questions(1, prefix="more"), part="b")
-    store.join()
-    assert len(store.question_ids()) == 4

@@ -1,7 +1,6 @@
 import json
 import re
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,8 +30,8 @@ def selection(made: Selection, tmp_path: Path) -> Selection:
     return read_selection(tmp_path / "chosen")
 
 
-def _ask(script: Callable[[str], str | Failure], chosen: list[Example], **options: int) -> list[key_steps.Extracted]:
-    extractor = key_steps.EngineExtractor(ReplyingEngine(script), FakeChat(), max_new_tokens=64, **options)
+def _ask(engine: ReplyingEngine, chosen: list[Example], **options: int) -> list[key_steps.Extracted]:
+    extractor = key_steps.EngineExtractor(engine, FakeChat(), max_new_tokens=64, **options)
     return sorted(extractor.extract(chosen), key=lambda one: one.key)
 
 
@@ -140,9 +139,7 @@ def test_a_bad_reply_is_asked_for_once_more(made: Selection) -> None:
         return "No."
 
     engine = ReplyingEngine(script)
-    found = sorted(
-        key_steps.EngineExtractor(engine, FakeChat(), max_new_tokens=64).extract(chosen), key=lambda one: one.key
-    )
+    found = _ask(engine, chosen)
     assert [(one.steps is None, one.reason, one.repaired) for one in found] == [
         (False, None, False), (False, None, True), (True, "no_json", True)
     ]  # fmt: skip
@@ -197,12 +194,12 @@ def test_a_service_down(selection: Selection, monkeypatch: pytest.MonkeyPatch, c
 
 def test_what_the_engine_refuses_has_no_steps_and_says_why(made: Selection) -> None:
     chosen = list(examples(made))[:2]
-    found = _ask(lambda _: Failure("too strange", is_refusal=True), chosen)
+    found = _ask(ReplyingEngine(lambda _: Failure("too strange", is_refusal=True)), chosen)
     assert {one.reason for one in found} == {"refused"}
     long = replace(chosen[0], sample=replace(chosen[0].sample, text="1+1=2. " * 900))
-    assert [one.reason for one in _ask(_equation, [long])] == ["no_room"], "for a reply"
+    assert [one.reason for one in _ask(ReplyingEngine(_equation), [long])] == ["no_room"], "for a reply"
     with pytest.raises(EngineStoppedError, match="503"):
-        _ask(lambda _: Failure("HTTP 503"), list(examples(made)), max_failures=2)
+        _ask(ReplyingEngine(lambda _: Failure("HTTP 503")), list(examples(made)), max_failures=2)
 
 
 def test_steps_of_another_selection_are_not_taken(selection: Selection, made: Selection, tmp_path: Path) -> None:

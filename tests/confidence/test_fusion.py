@@ -214,15 +214,9 @@ CONSISTENCY = "response_consistency"
 
 def carrying(name: str, *, prefix: str) -> RecordedPool:
     """Return a pool whose responses carry P(True) and, under ``name``, a number that tells right from wrong."""
-    entries = []
-    for number in range(12):
-        right = [bool((number + index) % 3) for index in range(4)]
-        entry = make_entry(["a" if hit else "b" for hit in right], [0.25 + 0.125 * i for i in range(4)])
-        samples = tuple(
-            replace(sample, question_id=f"{prefix}{number}", confidences={name: 0.7 if hit else 0.3})
-            for sample, hit in zip(entry.samples, right, strict=True)
-        )
-        entries.append(replace(entry, question=replace(entry.question, id=f"{prefix}{number}"), samples=samples))
+    sure = [0.25 + 0.125 * index for index in range(4)]
+    pool = [make_entry(["baab", "aaba", "abaa"][n % 3], sure, name=f"{prefix}{n}") for n in range(12)]
+    entries = with_samples(pool, lambda s: replace(s, confidences={name: 0.7 if s.correct else 0.3}))
     return RecordedPool(tuple(entries), tuple((1,) * 4 for _ in entries))
 
 

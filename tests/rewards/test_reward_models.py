@@ -1,4 +1,3 @@
-import json
 import logging
 from copy import copy
 from dataclasses import replace
@@ -10,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.other_models import change_json
 from support.reward_models import HIDDEN, head_of, stand_in
 from transformers import (
     AutoModelForCausalLM,
@@ -102,11 +102,10 @@ def test_what_cannot_be_read_has_no_score(tiny_model: str, tmp_path: Path) -> No
 
 def test_outputs_that_are_named_in_another_order_are_refused(tiny_model: str, tmp_path: Path) -> None:
     folder = Path(stand_in(tiny_model, tmp_path / "m", reward_format("quantile-prm")))
-    config = json.loads((folder / "config.json").read_text())
     for names in (["mean", "gap_below", "gap_above"], ["LABEL_0", "LABEL_1", "LABEL_2"]):
-        (folder / "config.json").write_text(json.dumps(config | {"id2label": dict(enumerate(names))}))
+        change_json(folder / "config.json", id2label=dict(enumerate(names)))
         open_rewards(settings_of(str(folder), "quantile-prm"))
-    (folder / "config.json").write_text(json.dumps(config | {"id2label": {0: "gap_below", 1: "mean", 2: "gap_above"}}))
+    change_json(folder / "config.json", id2label={0: "gap_below", 1: "mean", 2: "gap_above"})
     with pytest.raises(InputError, match=r"`id2label` in .* but got \{'0': 'gap_below'"):
         open_rewards(settings_of(str(folder), "quantile-prm"))
 
@@ -115,9 +114,8 @@ def test_code_that_lies_beside_a_model_is_not_run(tiny_model: str, tmp_path: Pat
     format = reward_format("qwen2.5-math-prm")
     folder = Path(stand_in(tiny_model, tmp_path / "m", format))
     plain = open_rewards(settings_of(str(folder), format.name)).read(pool_of(*TEXTS))
-    config = json.loads((folder / "config.json").read_text())
     classes = {"AutoConfig": "modeling.OwnConfig", "AutoModel": "modeling.OwnModel"}
-    (folder / "config.json").write_text(json.dumps(config | {"auto_map": classes}))
+    change_json(folder / "config.json", auto_map=classes)
     mark = tmp_path / "was_run"
     (folder / "modeling.py").write_text(f"open({str(mark)!r}, 'w').close()\nraise RuntimeError('run')\n")
     assert open_rewards(settings_of(str(folder), format.name)).read(pool_of(*TEXTS)) == plain
@@ -171,11 +169,6 @@ HEAD = head_of(TWO_LAYERS)
 NAN_HEAD = {name: torch.full_like(tensor, float("nan")) for name, tensor in head_of(reward_format("trl-prm")).items()}
 
 
-def _without_output_layer(folder: Path) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
-
-
 def _without_a_norm(folder: Path) -> None:
     weights = load_file(folder / "model.safetensors")
     del weights["model.norm.weight"]
@@ -191,6 +184,7 @@ def _tokenizer(folder: Path, *words: str, **changed: str | None) -> None:
     tokenizer.save_pretrained(folder)
 
 
+untied = lambda folder: change_json(folder / "config.json", tie_word_embeddings=False)  # noqa: E731
 NO_SYSTEM = "{{ raise_exception('no system turn') }}"
 
 
@@ -204,7 +198,7 @@ NO_SYSTEM = "{{ raise_exception('no system turn') }}"
         (TWO_LAYERS.name, {"words": []}, None, r"`separator` of 'qwen2\.5-math-prm' must be single tokens"),
         (TWO_LAYERS.name, {}, partial(_tokenizer, chat_template=NO_SYSTEM), "roles .*: no system turn"),
         (TWO_LAYERS.name, {}, partial(_tokenizer, chat_template=None), "to have a chat template"),
-        ("math-shepherd", {}, _without_output_layer, r"lm_head\.weight is missing"),
+        ("math-shepherd", {}, untied, r"lm_head\.weight is missing"),
         ("trl-prm", {}, _without_a_norm, "to hold every weight of its network"),
         ("trl-prm", {"head": NAN_HEAD}, None, "finite scores of the reward model"),
         ("reasoneval", {}, lambda folder: _tokenizer(folder, "<one>"), "has 629 tokens, but the model 628 embeddings"),

@@ -97,12 +97,9 @@ def assert_curve_equals_solve(
 
 def score_entry(answers: Sequence[str | None], scores: Sequence[float | None], *, name: str = "q") -> QuestionSamples:
     """Return recorded samples with the confidence ``score``, any real number or None."""
+    kept = [{} if score is None else {SCORE: score} for score in scores]
     entry = make_entry(answers, [None] * len(answers), name=name)
-    samples = tuple(
-        replace(sample, confidences={} if score is None else {SCORE: score})
-        for sample, score in zip(entry.samples, scores, strict=True)
-    )
-    return replace(entry, samples=samples)
+    return with_samples([entry], lambda sample: replace(sample, confidences=kept[sample.index]))[0]
 
 
 def verdict_of(
@@ -124,6 +121,5 @@ def entries_of_rows(rows: Iterable[Mapping[str, Any]]) -> list[QuestionSamples]:
     entries = []
     for name, found in by_prompt.items():
         entry = score_entry([row["answer"] for row in found], [row["confidence"] for row in found], name=name)
-        judged = zip(entry.samples, found, strict=True)
-        entries.append(replace(entry, samples=tuple(replace(s, correct=row["is_correct"]) for s, row in judged)))
+        entries += with_samples([entry], lambda s, found=found: replace(s, correct=found[s.index]["is_correct"]))
     return entries

@@ -100,9 +100,7 @@ def test_the_mask_covers_the_statement_and_advantages_follow_it() -> None:
     texts = ["So 7. Confidence: 0.85 done", "So 7."]
     rows = [[*tokenizer(text)["input_ids"], tokenizer.eos_token_id] for text in texts]
     masks = sut.confidence_token_mask(rows, tokenizer)
-    covered = [
-        tokenizer.decode([i for i, on in zip(*pair, strict=True) if on]) for pair in zip(rows, masks, strict=True)
-    ]
+    covered = [tokenizer.decode([i for i, on in zip(*row, strict=True) if on]) for row in zip(rows, masks, strict=True)]
     assert [text.strip() for text in covered] == ["Confidence: 0.85", ""]
     mask = torch.tensor([[False, True, False], [False] * 3])
     found = sut.token_advantages(torch.tensor([1.0, -1.0]), torch.tensor([0.5, 0.25]), mask)

@@ -255,14 +255,12 @@ def test_the_verbs_read_the_file_instead_of_a_pool(written: Path, tmp_path: Path
             verb(scores, str(tmp_path / "c.json"), maps=maps, **options)
 
 
-@pytest.mark.parametrize(
-    ("changed", "words"), [({"version": 9}, "of version 9"), ({"knots": None}, "to hold whole maps")]
-)
-def test_other_files_are_refused(written: Path, tmp_path: Path, changed: dict, words: str) -> None:
+def test_other_files_are_refused(written: Path, tmp_path: Path) -> None:
     record = json.loads((written / "maps.json").read_text())
-    (tmp_path / "maps.json").write_bytes(sealed({**record, **changed}))
-    with pytest.raises(InputError, match=words):
-        load_maps(tmp_path / "maps.json")
+    for changed, words in (({"version": 9}, "of version 9"), ({"knots": None}, "to hold whole maps")):
+        (tmp_path / "maps.json").write_bytes(sealed({**record, **changed}))
+        with pytest.raises(InputError, match=words):
+            load_maps(tmp_path / "maps.json")
 
 
 def test_maps_on_the_command_line(written: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

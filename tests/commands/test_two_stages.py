@@ -261,10 +261,8 @@ def test_killed_in_either_stage_the_same_command_goes_on(tmp_path: Path) -> None
     made: list[bytes] = []
     for stage in ("tuned", "calibrated"):
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        sampled = folder / stage / "samples" / "manifest.json"
-        wait_until(
-            lambda sampled=sampled, process=process: sampled.exists() or process.poll() is not None, seconds=1200
-        )
+        store = folder / stage / "samples" / "manifest.json"
+        wait_until(lambda store=store, process=process: store.exists() or process.poll() is not None, seconds=1200)
         assert process.poll() is None, "it ended before it could be killed"
         process.send_signal(signal.SIGKILL)
         process.wait()
@@ -338,20 +336,17 @@ def test_rounds_are_drawn_from_the_policy_and_options_override(tmp_path: Path) -
     assert (one["train"], one["regenerate_every_n_epochs"]) == ([], None)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
+def test_what_cannot_be_is_refused_before_it_is_written(tmp_path: Path) -> None:
+    for changes, message in (
         ({"reward": "entropy", "rounds": 2}, "`rounds: 1`"),
         ({"reward": "none"}, "`selection`"),
         ({"reward": "entropy", "rounds": 1, "store_dir": "s"}, "`store_dir`.*'s'"),
         ({"inductive": ADAPTED}, r"share \d+ questions"),
         ({"reward": "votes"}, "vote_share"),
-    ],
-)
-def test_what_cannot_be_is_refused_before_it_is_written(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=message):
-        adapt(tmp_path / "adapt", **changes)
-    assert not (tmp_path / "adapt").exists()
+    ):
+        with pytest.raises(InputError, match=message):
+            adapt(tmp_path / "adapt", **changes)
+        assert not (tmp_path / "adapt").exists()
 
 
 def test_settings_that_fit_refuses_are_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -416,9 +411,7 @@ def test_tokens_of_other_questions_are_no_cost(tmp_path: Path) -> None:
     store = sums_store(tmp_path / "store")
     own = of_sums(0, 3)
     rows = round_labels(store.path, own)
-    assert rows["0"]["tokens"] == sum(
-        len(sample.token_ids) for n in range(3) for sample in sums_entry(n, right=n).samples
-    )
+    assert rows["0"]["tokens"] == sum(len(one.token_ids) for n in range(3) for one in sums_entry(n, right=n).samples)
     assert cost_in_samples(store.path, own, rows) == 4
     assert cost_in_samples(store.path, of_sums(90, 92), {}) == 0
 

@@ -33,10 +33,7 @@ from selfcal_lightning.inference.vectorised import SEED
 def write_pool(
     path: Path, *, num_questions: int = 60, prefix: str = "q", widths: Sequence[int] = (4,), names: Sequence[str] = ()
 ) -> str:
-    """Write number questions whose responses are right with the P(True) that they carry; ``names`` carry it too.
-
-    Question i has ``widths[i % len(widths)]`` responses.
-    """
+    """Write number questions with ``widths`` responses in turn, right with their P(True); ``names`` carry it too."""
     draw = random.Random(prefix)
 
     def response() -> dict:
@@ -317,9 +314,8 @@ def test_a_fusion_may_read_a_scaled_part(pool: str, tmp_path: Path) -> None:
     assert not fused.with_suffix(".png").exists()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
+def test_mistakes_are_told(pool: str, tmp_path: Path, refused: Refused) -> None:
+    for arguments, message in (
         (["fit-threshold", "--budget", "3", "--risk", "0.1"], "exactly one of `budget`, `accuracy` and `risk`"),
         (["fit-threshold", "--budget", "3", "--delta", "0.2"], "`delta` is for a `risk` alone"),
         (["fit-threshold", "--risk", "0.5", "--num_reshuffles", "5"], "`num_reshuffles` is for a `budget` or an"),
@@ -327,12 +323,10 @@ def test_a_fusion_may_read_a_scaled_part(pool: str, tmp_path: Path) -> None:
         (["fit-confidence", "--kind", "temperature", "--source", "sequence_logprob"], "Use Platt or isotonic"),
         (["fit-confidence", "--source", "sequence_logprob"], "`source` is for a scaler"),
         (["fit-confidence", "--kind", "platt", "--target", "ssc"], "`target` is for `kind` fusion alone"),
-    ],
-)
-def test_mistakes_are_told(arguments: list[str], message: str, pool: str, tmp_path: Path, refused: Refused) -> None:
-    output = tmp_path / "out.json"
-    assert message in refused([arguments[0], "--pool", pool, "--output", str(output), *arguments[1:]])
-    assert not output.exists()
+    ):
+        output = tmp_path / "out.json"
+        assert message in refused([arguments[0], "--pool", pool, "--output", str(output), *arguments[1:]])
+        assert not output.exists()
 
 
 def test_annotations_of_a_store_are_merged_in(pool: str, tmp_path: Path) -> None:

@@ -92,9 +92,7 @@ def test_a_model_trained_here_reads_the_recorded_tokens(store: Path, tiny_model:
 def test_a_score_without_a_probability_has_a_name_of_its_own(store: Path, tiny_model: str, tmp_path: Path) -> None:
     format = reward_format("sequence-classifier")
     outcomes = RewardSettings(stand_in(tiny_model, tmp_path / "orm", format), format.name)
-    with pytest.raises(
-        ValueError, match=r"'orm' cannot read .* judges whole responses without a probability\. Use reward\."
-    ):
+    with pytest.raises(ValueError, match=r"'orm' cannot read .* responses without a probability\. Use reward\."):
         run_score("orm", str(store), reward=outcomes)
     with pytest.raises(ValueError, match="'prm' cannot read"):
         run_score("prm", str(store), reward=outcomes)

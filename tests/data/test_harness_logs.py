@@ -519,15 +519,12 @@ def test_out_and_back(tmp_path: Path) -> None:
         ]
 
 
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
+def test_a_row_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    for row, message in (
         (sampled_row("q", 0, "x", correctness=0.5), "sampled.jsonl:1: Expected `correctness` .*but got 0.5"),
         (sampled_row("q", [0], "A."), "`sampled_id` to be a number or text"),
         (sampled_row("q", 0, None), "responses to questions, but got none"),
-    ],
-)
-def test_a_row_that_cannot_be_read_is_named(row: dict[str, Any], message: str, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=message):
-        imported(tmp_path / "sampled.jsonl", row, task="mmlu", split="test")
-    assert not (tmp_path / "store").exists()
+    ):
+        with pytest.raises(InputError, match=message):
+            imported(tmp_path / "sampled.jsonl", row, task="mmlu", split="test")
+        assert not (tmp_path / "store").exists()

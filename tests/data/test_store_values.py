@@ -353,9 +353,8 @@ def test_values_of_questions_are_added_found_and_of_one_origin(tmp_path: Path) -
     annotation.write({("a", "1"): 0.25, ("b", "1"): None}, origin=PROBE)
     annotation.write({("b", "1"): 0.5, ("c", "1"): 0.75}, origin=PROBE)
     keys = [("c", "1"), ("a", "1"), ("b", "1"), ("a", "2"), ("d", "1")]
-    assert annotations.question_values(tmp_path, "probe", keys) == [0.75, 0.25, 0.5, None, None], (
-        "another content has none"
-    )
+    found = annotations.question_values(tmp_path, "probe", keys)
+    assert found == [0.75, 0.25, 0.5, None, None], "another content has none"
     assert annotations.question_annotation_names(tmp_path) == ["probe"]
     other = {**PROBE, "states": {"levels": [2]}}
     with pytest.raises(InputError, match=r"states.levels: \[0, 1\] in the store, \[2\] now"):

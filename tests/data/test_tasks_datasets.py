@@ -505,7 +505,6 @@ def test_what_the_hub_does_not_have_is_named(tmp_path: Path) -> None:
     for split, columns, fragment in (
         ("", None, "hf:NAME:CONFIG:SPLIT"),
         (":validation", None, "validation"),
-        (":other:test", None, "other"),
         (":test", Columns(question="text"), "the column text, but the columns are question"),
     ):
         with pytest.raises(InputError, match=fragment):

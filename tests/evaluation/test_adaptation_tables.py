@@ -68,15 +68,11 @@ def test_a_change_within_its_interval_is_no_gain() -> None:
 
 
 def test_sets_must_not_share_questions() -> None:
-    first = QuestionSlice("word_problems", split="test_id", limit=4)
-    apart = load_sets(
-        {"transductive": first, "inductive": QuestionSlice("word_problems", split="test_id", offset=4, limit=4)}
-    )
+    first, near, far = (QuestionSlice("word_problems", split="test_id", offset=at, limit=4) for at in (0, 2, 4))
+    apart = load_sets({"transductive": first, "inductive": far})
     assert [len(questions) for questions in apart.values()] == [4, 4]
     with pytest.raises(InputError, match="`transductive` and `inductive` share 2 questions"):
-        load_sets(
-            {"transductive": first, "inductive": QuestionSlice("word_problems", split="test_id", offset=2, limit=4)}
-        )
+        load_sets({"transductive": first, "inductive": near})
 
 
 def test_an_evaluation_reads_the_questions_that_it_asks_for(tmp_path: Path) -> None:

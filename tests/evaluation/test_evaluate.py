@@ -62,9 +62,7 @@ RESPONSES = [("1", 0.9, 10), ("2", 0.3, 20), ("1", 0.8, 30), (None, 0.5, 40)]
 def evaluated(tmp_path: Path) -> Callable[..., dict]:
     """An evaluation of recorded pools into the folder ``out`` that draws little."""
     draws = {"num_reshuffles": 1, "num_resamples": 5}
-    return lambda pools, **options: run_evaluate(
-        pools=pools, **{"output_dir": str(tmp_path / "out"), **draws, **options}
-    )
+    return lambda pools, **more: run_evaluate(pools=pools, **{"output_dir": str(tmp_path / "out"), **draws, **more})
 
 
 def _write(path: Path, *, num_questions: int, prefix: str = "t", shift: int = 0, confidence: bool = True) -> str:
@@ -238,9 +236,8 @@ def test_each_of_three_systems_has_its_sentence(
     assert told == ["test, a", "test, b", "test, c"]
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_options_that_do_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for options, message in (
         ({}, "`before` alone .* one `model`, or recorded `pools`"),
         ({"after": "bundled"}, "after='bundled'"),
         ({"model": "bundled"}, "`tests`"),
@@ -250,13 +247,11 @@ def test_each_of_three_systems_has_its_sentence(
         ({"model": "m", "protocol": "paper", "calibration": TestSet("c", "gsm8k")}, "no `calibration` .* published"),
         ({"pools": {"m": "x"}, "strategies": [], "fitted_thresholds": ["t.json"]}, "no `fitted_thresholds` .*empty"),
         ({"pools": {"m": "x"}, "fusion_target": "ssc"}, "calibration questions with `fusion_target` 'ssc'"),
-    ],
-)
-def test_options_that_do_not_fit(options: dict, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("selfcal_lightning.commands.evaluate.load_scorers", list)
-    monkeypatch.setattr(FittedThreshold, "load", str)
-    with pytest.raises(ValueError, match=message):
-        run_evaluate(output_dir=str(tmp_path), **options)
+    ):
+        monkeypatch.setattr("selfcal_lightning.commands.evaluate.load_scorers", list)
+        monkeypatch.setattr(FittedThreshold, "load", str)
+        with pytest.raises(ValueError, match=message):
+            run_evaluate(output_dir=str(tmp_path), **options)
 
 
 def test_pools_that_cannot_be_compared_or_fill_a_budget_are_refused(evaluated: Callable, tmp_path: Path) -> None:

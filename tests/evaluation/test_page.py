@@ -214,9 +214,8 @@ def test_tokens_are_coloured_by_their_log_probability(tmp_path: Path) -> None:
     assert packed(page, "index")["coloured"] is True
     groups = {group.question.id: group for group in SampleStore(tmp_path / "store").samples()}
     for row, texts in zip(packed(page, "index")["questions"], packed(page, "c0"), strict=True):
-        for sample, text, (lengths, values) in zip(
-            groups[row["id"]].samples, texts["s"][0], texts["l"][0], strict=True
-        ):
+        shown = zip(groups[row["id"]].samples, texts["s"][0], texts["l"][0], strict=True)
+        for sample, text, (lengths, values) in shown:
             assert (sum(lengths), len(lengths)) == (len(text), len(values))
             assert sum(values) == pytest.approx(sample.logprob, abs=0.01 * len(values) + 1e-3)
     with pytest.raises(InputError, match="`model` with `adapter`"):

@@ -110,10 +110,7 @@ def test_vllm_searches_as_transformers_does(
     tiny_model: str, reward: str, chat: ChatFormat, started: list[Engine], questions: str,
     capsys: pytest.CaptureFixture,
 ) -> None:  # fmt: skip
-    """Greedily both engines find the same by the same steps; drawn at random, what is counted was drawn.
-
-    The first command starts vLLM for all.
-    """
+    """Greedily both engines find the same by the same steps; drawn at random, what is counted was drawn."""
     greedy = ["--sampling.temperature", "0", "--sampling.edt_scale", "null", "--sampling.max_new_tokens", "80"]
     args = json.dumps({"max_context": 256, "kv_cache_memory_bytes": 1 << 27})
     engines = {

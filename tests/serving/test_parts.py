@@ -539,7 +539,6 @@ def guaranteed() -> FittedThreshold:
     [
         ({}, {}, True),
         ({}, {"max_error_rate": 0.1, "on_low": "abstain"}, True),
-        ({"temperature": 0}, {}, False),
         ({"temperature": 0.3}, {}, False),
         ({"max_tokens": 5}, {}, False),
         ({"stop": "\n"}, {}, False),

@@ -256,18 +256,15 @@ def test_bad_probes_are_refused(store: Path, tokens: TokenReader, tmp_path: Path
     assert "`output`" in refused(["fit-response-probe", "--pool", str(store), "--output", str(store / "manifest.json")])
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
+def test_pools_without_a_target_to_learn_are_named() -> None:
+    for change, message in (
         (lambda pool: [replace(e, samples=e.samples[:1]) for e in pool], "known for no response"),
         (lambda pool: with_samples(pool, lambda sample: replace(sample, answer="7")), "1 for all"),
-    ],
-)
-def test_pools_without_a_target_to_learn_are_named(change: Any, message: str) -> None:
-    pool = change(planted(10)[0])
-    states = [np.zeros((2, 5))] * sum(len(entry.samples) for entry in pool)
-    with pytest.raises(InputError, match=message):
-        fit_response_probe(pool, states, target="agreement", origin={})
+    ):
+        pool = change(planted(10)[0])
+        states = [np.zeros((2, 5))] * sum(len(entry.samples) for entry in pool)
+        with pytest.raises(InputError, match=message):
+            fit_response_probe(pool, states, target="agreement", origin={})
 
 
 def test_live_as_recorded(engine: TransformersEngine, tokens: TokenReader, two_splits: Path, tmp_path: Path) -> None:

@@ -156,9 +156,8 @@ def test_unreadable_counts_as_wrong_and_what_is_missing_or_infinite_is_left_out(
     assert scaling.fit_scaler(scored, "isotonic", source="odd").fitted_on.num_left_out == 1
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_what_cannot_be_fitted_says_why() -> None:
+    for options, message in (
         ({"source": "verbalized"}, "selfcal score --estimator verbalized"),
         ({"name": "p_true"}, "`name` .* 'p_true'"),
         ({"held_out": overconfident_pool(5)}, "not fitted on, but got 5 of 5"),
@@ -168,11 +167,9 @@ def test_unreadable_counts_as_wrong_and_what_is_missing_or_infinite_is_left_out(
             ({"pool": [make_entry(["a"] * 2, [0.5, 0.9])], "kind": kind}, "but all 2 are 1")
             for kind in scaling.SCALER_KINDS
         ),
-    ],
-)
-def test_what_cannot_be_fitted_says_why(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        scaling.fit_scaler(**{"pool": overconfident_pool(5), "kind": "platt", **options})
+    ):
+        with pytest.raises(ValueError, match=message):
+            scaling.fit_scaler(**{"pool": overconfident_pool(5), "kind": "platt", **options})
 
 
 def test_damaged_files_are_refused(tmp_path: Path) -> None:

@@ -221,11 +221,9 @@ def test_a_pool_gets_the_confidences_of_a_store(pool: Path, sampled: Path, store
     assert found[-1] == {"text": "", "answer": None}, "a response without a confidence is as it was"
     before = [json.loads(line) for line in pool.read_text().splitlines()]
     after = [json.loads(line) for line in (tmp_path / "out" / "pool.jsonl").read_text().splitlines()]
-    for one, other in zip(before, after, strict=True):
-        assert {**one, "responses": []} == {**other, "responses": []}
-        assert [{**r, "confidence": 0} for r in one["responses"]] == [
-            {**r, "confidence": 0} for r in other["responses"]
-        ]
+    for old, new in zip(before, after, strict=True):
+        assert {**old, "responses": []} == {**new, "responses": []}
+        assert [{**r, "confidence": 0} for r in old["responses"]] == [{**r, "confidence": 0} for r in new["responses"]]
 
 
 def test_a_pool_may_be_scored_in_place_and_keeps_what_it_has(pool: Path) -> None:
@@ -272,17 +270,14 @@ def test_a_pool_without_responses_is_named(tmp_path: Path) -> None:
         run_score("response_consistency", pool=str(empty), output=str(tmp_path / "out.jsonl"))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "field"),
-    [
+def test_mistakes_are_named() -> None:
+    for arguments, field in (
         ({"estimator": ["p_true", "verbalized"], "store_dir": "s", "name": "x"}, "name"),
         ({"store_dir": "s", "output": "o"}, "store_dir"),
         ({"pool": "p", "output": "o", "shard": "0/2"}, "shard"),
         ({"store_dir": "s", "consistency_samples": 3}, "consistency_samples"),
         ({"estimator": "prm", "store_dir": "s"}, "reward.model"),
         ({"store_dir": "s", "reward": RewardSettings("m")}, "reward"),
-    ],
-)
-def test_mistakes_are_named(arguments: dict[str, Any], field: str) -> None:
-    with pytest.raises(ValueError, match=f"`{field}`"):
-        run_score(**{"estimator": "p_true", **arguments})
+    ):
+        with pytest.raises(ValueError, match=f"`{field}`"):
+            run_score(**{"estimator": "p_true", **arguments})

@@ -266,17 +266,14 @@ def test_searches_need_live_samples_and_a_reward_model(capsys: pytest.CaptureFix
     assert "`reward.model`" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("search", "fields", "message"),
-    [
+def test_what_cannot_be_searched_is_refused() -> None:
+    for search, fields, message in (
         (BeamSearch, {"width": 2, "keep": 3}, "`keep` .* 2, but got 3"),
         (BeamSearch, {"width": 8, "keep": 3}, "`width` .*`keep`, 3, but got 8"),
         (DiverseTreeSearch, {"trees": 3}, "`width` .*`trees`, 3, but got 8"),
-    ],
-)
-def test_what_cannot_be_searched_is_refused(search: Any, fields: dict[str, Any], message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        search(Scripted(), **fields)
+    ):
+        with pytest.raises(InputError, match=message):
+            search(Scripted(), **fields)
 
 
 # ---- steps of a search are those that a whole response has by the same rule, whatever tokens they end with

@@ -243,34 +243,28 @@ def test_scores_far_apart_or_below_zero_or_unknown_or_equal() -> None:
     assert first_crossing(np.array([[np.nan, 0.4, 1.0]]), [0.4, 0.3, 2.0]).tolist() == [[1], [1], [3]]
 
 
-@pytest.mark.parametrize(
-    ("strategy", "message"),
-    [
+def test_confidences_that_cannot_weigh_are_refused_by_both_forms() -> None:
+    for strategy, message in (
         (SelfConsistency(confidence="mean_logprob"), r"got -1\..*best_of_n, borda"),
         (CGES(confidence="mean_logprob"), r"'mean_logprob' to be a probability in \[0, 1\], but got -1"),
         (AdaptiveConsistency("confidence_ratio", confidence="mean_logprob"), "Expected a confidence of at least 0"),
-    ],
-)
-def test_confidences_that_cannot_weigh_are_refused_by_both_forms(strategy: Any, message: str) -> None:
-    entry = make_entry(["a", "b"], [0.5, 0.5])
-    with pytest.raises(ValueError, match=message):
-        replay(strategy, entry)
-    with pytest.raises(ValueError, match=message):
-        strategy.curve(PoolArrays.from_samples([entry], confidence="mean_logprob"), [1])
+    ):
+        entry = make_entry(["a", "b"], [0.5, 0.5])
+        with pytest.raises(ValueError, match=message):
+            replay(strategy, entry)
+        with pytest.raises(ValueError, match=message):
+            strategy.curve(PoolArrays.from_samples([entry], confidence="mean_logprob"), [1])
 
 
-@pytest.mark.parametrize(
-    ("name", "fields", "message"),
-    [
+def test_settings_that_a_strategy_does_not_have_are_named() -> None:
+    """A strategy that reads no confidence takes none, rather than ignore it."""
+    for name, fields, message in (
         ("self_consistancy", {}, r"one of best_of_n, .*'self_consistancy'\. Did you mean 'self_con"),
         ("early_stopping", {"treshold": 0.5}, r"to be among threshold, max_.*'treshold'\. Did you mean 'threshold'\?"),
         ("pass_at_n", {"confidence": "p_true"}, r"pass_at_n to be among max_samples, but got 'confidence'\.$"),
         ("adaptive_consistency", {"criterion": "beta", "confidence": "p_true"}, "to be None .* 'confidence_r"),
         ("early_stopping", {"threshold": math.nan}, "`threshold` .* got nan"),
         ("self_consistency", {"max_samples": True}, "`max_samples` .* got True"),
-    ],
-)
-def test_settings_that_a_strategy_does_not_have_are_named(name: str, fields: dict[str, Any], message: str) -> None:
-    """A strategy that reads no confidence takes none, rather than ignore it."""
-    with pytest.raises(ValueError, match=message):
-        make_strategy(name, **fields)
+    ):
+        with pytest.raises(ValueError, match=message):
+            make_strategy(name, **fields)

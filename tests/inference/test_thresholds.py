@@ -356,10 +356,7 @@ def test_guided_grid_begins_where_the_case_is_clearest() -> None:
     assert ltt.guided_grid(confidence, loss, num_questions=200, risk=0.2).tolist() == [1.0, 0.5]
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [({"loss": [0.5]}, "0 and 1"), ({"confidence": [math.nan]}, "`grid` of finite")],
-)
-def test_bad_arguments_are_refused(changes: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        ltt.certify_threshold(**{"confidence": [0.5], "loss": [0.0], "grid": [0.5], "risk": 0.1, **changes})
+def test_values_that_would_prove_nothing_are_refused() -> None:
+    for changes, message in (({"loss": [0.5]}, "0 and 1"), ({"confidence": [math.nan]}, "`grid` of finite")):
+        with pytest.raises(ValueError, match=message):
+            ltt.certify_threshold(**{"confidence": [0.5], "loss": [0.0], "grid": [0.5], "risk": 0.1, **changes})

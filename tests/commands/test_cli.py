@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import lightning.pytorch  # noqa: F401 - its log handler keeps the standard error of the moment it is imported
 import pytest
+import rich.console
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
@@ -18,7 +19,7 @@ from support.number_pools import write_pool
 from support.ssc_pools import Pool
 
 from selfcal_lightning.cli import VERBS, function_of, run
-from selfcal_lightning.commands.lightning_cli import SelfCalibrationCLI, untrained_folders_removed
+from selfcal_lightning.commands.lightning_cli import OneLineProgressBar, SelfCalibrationCLI, untrained_folders_removed
 from selfcal_lightning.commands.trainer_start import DATA_MODULE, MODULE
 from selfcal_lightning.core import progress
 from selfcal_lightning.core.progress import Stage
@@ -264,6 +265,17 @@ def test_a_checkpoint_of_another_base_model_is_refused(tiny_model: str, tmp_path
     error = refused(validate(tiny_model, tmp_path / "other.ckpt"))
     assert f"'{tiny_model}'" in error
     assert "'meta/other'" in error
+
+
+@pytest.mark.parametrize(("width", "kept"), [(80, 1), (100, 3), (200, 6)])
+def test_the_numbers_fit_the_terminal(width: int, kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers = {"v_num": 0, "cal": 0.084, "gen": 0.0, "conf": 0.561, ">eta": 0.312, "tok/s": 1476.363, "pad": 0.002}
+    bar = OneLineProgressBar()
+    bar._console = rich.console.Console(width=width)
+    monkeypatch.setattr("lightning.pytorch.callbacks.RichProgressBar.get_metrics", lambda *_: dict(numbers))
+    shown = bar.get_metrics(Trainer(accelerator="cpu", logger=False), None)  # type: ignore[arg-type]
+    assert list(shown) == list(numbers)[1 : kept + 1]
+    assert 62 + len("".join(f"{name}: {value:.3f} " for name, value in shown.items())) <= width
 
 
 @pytest.mark.slow

@@ -385,6 +385,7 @@ UNNAMED = {"name": None, "question": "2+2?", "answer": "4", "responses": ["4"]}
         (lm_eval_row(1, "2", target="", filtered_resps=[]), {}, "`--task`"),
         (lm_eval_row(1, "2"), {"format": "sampled"}, r"sampled\.jsonl"),
         ({"sample_id": "a", "evaluation": {}, "messages": ["x"]}, {}, "not as every_eval_ever writes it"),
+        ({"sample_id": "a", "type": "sampling", "data": {}}, {"format": "openai-evals"}, "without an output"),
         (UNEQUAL, {"columns": COLUMNS}, r"samples_x\.jsonl:1: .*checked.*2.*1"),
         (ONE_ID, {"columns": Columns(id="id", responses="responses")}, r"x\.jsonl:2: .*one question, .*'1' for two"),
         (UNNAMED, {"columns": Columns(id="name", responses="responses")}, r"x\.jsonl:1: Expected the field `name`"),

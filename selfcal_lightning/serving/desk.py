@@ -6,13 +6,15 @@ import asyncio
 import json
 import logging
 import math
+import queue
 import re
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from selfcal_lightning.confidence.base import LOGPROB, MEAN_LOGPROB
@@ -153,8 +155,12 @@ class Desk:
         self.died: Exception | None = None  # what ended the engine
         self.cancelled_tokens = 0
         self._driver = Driver(self, self.source, on_verdict=self._on_verdict, on_arrival=self._on_arrival)
-        self._thread, self._looked, self._ends = ThreadPoolExecutor(1, "selfcal-desk"), time.monotonic(), False
-        self._turning = self._thread.submit(self._turn)
+        self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
+        self._looked, self._ends = time.monotonic(), False
+        self._last: Future[None] | None = None  # closes the engine
+        self._turning = self._submit(self._turn)
+        # An executor's thread would keep the process when the engine hangs.
+        threading.Thread(target=self._run, name="selfcal-desk", daemon=True).start()
 
     def solve(self, question: Question) -> Solving:
         """Solve a question by the strategy that it asked for: the driver's strategy is the desk."""
@@ -190,16 +196,13 @@ class Desk:
     def leave(self, job: Job) -> None:
         """Give a question up that nobody waits for any more."""
         if job.id in self.jobs:
-            with suppress(RuntimeError):  # the thread has ended
-                self._thread.submit(self._give_up, job)
+            self._submit(partial(self._give_up, job))
 
     async def do(self, work: Callable[[], T]) -> T:
         """Run ``work`` in the thread between two polls and return what it returns."""
-        try:
-            future = self._thread.submit(work)
-        except RuntimeError:
-            raise Refused(503, "The engine has stopped.") from None
-        return await asyncio.wrap_future(future)
+        if self._ends:
+            raise Refused(503, "The engine has stopped.")
+        return await asyncio.wrap_future(self._submit(work))
 
     async def close(self, patience: float) -> None:
         """Answer what is in work for so many seconds, the rest by what has been drawn, and end the thread."""
@@ -211,10 +214,22 @@ class Desk:
         while self.jobs and self.died is None and time.monotonic() < until + patience:
             await asyncio.sleep(PATIENCE)
         self._ends = True
-        with suppress(RuntimeError):  # it has ended
-            last = self._thread.submit((self.engine or self.source).close)
-            self._thread.shutdown(wait=False)
-            await asyncio.wait([asyncio.wrap_future(last)], timeout=10.0)
+        self._last = self._last or self._submit((self.engine or self.source).close)
+        self._calls.put(None)
+        await asyncio.wait([asyncio.wrap_future(self._last)], timeout=10.0)
+
+    def _submit(self, work: Callable[[], T]) -> Future[T]:
+        future: Future[T] = Future()
+        self._calls.put((future, work))
+        return future
+
+    def _run(self) -> None:
+        for future, work in iter(self._calls.get, None):
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(work())
+                except Exception as error:  # it is the caller's
+                    future.set_exception(error)
 
     def _add(self, job: Job) -> None:
         if time.monotonic() > self._looked + TURN:
@@ -222,13 +237,13 @@ class Desk:
         if job.id in self.jobs:  # its deadline may have come
             self._driver.add(Question(job.id, job.id, job.messages))
         if self._turning.done():
-            self._turning = self._thread.submit(self._turn)
+            self._turning = self._submit(self._turn)
 
     def _turn(self) -> None:
         """Work once, and again behind the newcomers as long as there is something to do."""
         self._work()
         if not (self._ends or self._driver.is_idle):
-            self._turning = self._thread.submit(self._turn)
+            self._turning = self._submit(self._turn)
 
     def _work(self) -> None:
         if self._ends:
@@ -239,7 +254,6 @@ class Desk:
             self._looked = time.monotonic()
         except Exception as error:  # nobody else would hear of it, and every client would wait for ever
             _LOG.exception("The engine has stopped.")
-            self._thread.shutdown(wait=False)
             self.died, self._ends = error, True
             while self.jobs:
                 self.jobs.popitem()[1].tell(Refused(503, f"The engine has stopped: {error}"))
@@ -270,9 +284,9 @@ class Desk:
         job.tell(None)
 
     def _give_up(self, job: Job) -> None:
+        self.jobs.pop(job.id, None)
         waste = self._driver.cancel(job.id)
         self.cancelled_tokens += sum(each.tokens or 0 for each in waste.values())
-        self.jobs.pop(job.id, None)
 
     def _look_around(self) -> None:
         """Pass tokens on, and end what has spent its time or its tokens."""

@@ -3,8 +3,9 @@ import json
 import math
 import signal
 import socket
-import sys
-from collections.abc import Iterable, Iterator
+import textwrap
+import time
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -18,7 +19,7 @@ from support.driver_fakes import live
 from support.fakes import FakeChat, FakeEngine, FakeTask, fake_questions
 from support.openai_engines import canned, connecting
 from support.openai_server import Exchange, FakeServer, is_silent
-from support.processes import files_of_at_most, free_port
+from support.processes import files_of_at_most, free_port, run_python
 from support.strategy_pools import drive
 
 from selfcal_lightning.commands import serve
@@ -35,7 +36,7 @@ from selfcal_lightning.engines.openai.wire import ServerError
 from selfcal_lightning.engines.settings import EngineOptions
 from selfcal_lightning.inference import chat_source, choices
 from selfcal_lightning.inference.driver import Driver
-from selfcal_lightning.inference.sources import Draws, EngineSource
+from selfcal_lightning.inference.sources import Draws, EngineSource, Waste
 from selfcal_lightning.inference.thresholds import FittedThreshold
 from selfcal_lightning.inference.voting import SelfConsistency
 from selfcal_lightning.metrics.calibration import brier_score
@@ -427,6 +428,54 @@ def test_a_stream_whose_client_is_gone_before_it_begins_is_cancelled(chat: ChatF
 
     with over_upstream(FakeServer(canned(chat), chat.tokenizer), [is_silent()], tiny_model, chat) as server:
         assert asyncio.run(ask(server)) == 0
+
+
+def over_source(poll: Callable[[], list[Sample]]) -> Service:
+    """Return a server whose desk draws from a source without an engine."""
+    numbers: dict[str, Any] = {"scorers": (), "query_tokens": 0, "in_flight": 0, "target": 1, "prompt_tokens": {}}
+    source = SimpleNamespace(**numbers, poll=poll, close=lambda: None, submit=lambda *args: None)
+    source.prepare = lambda *args, **options: None
+    source.conclude = source.drawn_so_far = lambda name: []
+    source.cancel = lambda names: dict.fromkeys(names, Waste())
+    desk = Desk(lambda **options: source, confidence="p_true")
+    return Service(ServiceSettings("m"), desk, sampling=SamplingSettings(edt_scale=None), feedback=Feedback(None))
+
+
+def test_an_engine_that_hangs_does_not_keep_the_process() -> None:
+    code = """
+        import asyncio, contextlib, threading
+        from selfcal_lightning.serving.desk import Desk
+
+        async def ask():
+            desk = Desk(lambda **options: None, engine=object(), confidence="p_true")
+            desk._driver = type("Idle", (), {"is_idle": True, "work": lambda self: []})()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(desk.do(threading.Event().wait), 0.1)
+
+        asyncio.run(ask())
+    """
+    run_python(textwrap.dedent(code), timeout=60)
+
+
+def test_who_waits_for_an_engine_that_dies_is_told_so() -> None:
+    def die() -> list[Sample]:
+        time.sleep(0.5)
+        raise ZeroDivisionError
+
+    async def ask(server: Service) -> list[tuple[int, bool]]:
+        async with client_of(server) as client:
+
+            async def post() -> tuple[int, bool]:
+                answer = await client.post("/v1/chat/completions", json={"model": "m", "messages": MESSAGES})
+                return answer.status_code, "engine has stopped" in answer.text
+
+            first = asyncio.create_task(post())
+            await asyncio.sleep(0.25)
+            return [*await asyncio.gather(*(post() for _ in range(3))), await first]
+
+    server = over_source(die)
+    assert asyncio.run(ask(server)) == [(503, True)] * 4
+    assert server.desk.load == 0
 
 
 def client_of(server: Service) -> httpx.AsyncClient:

@@ -202,7 +202,13 @@ class Desk:
         """Run ``work`` in the thread between two polls and return what it returns."""
         if self._ends:
             raise Refused(503, "The engine has stopped.")
-        return await asyncio.wrap_future(self._submit(work))
+
+        def run() -> T:
+            if time.monotonic() > self._looked + TURN:
+                self._work()
+            return work()
+
+        return await asyncio.wrap_future(self._submit(run))
 
     async def close(self, patience: float) -> None:
         """Answer what is in work for so many seconds, the rest by what has been drawn, and end the thread."""
@@ -232,8 +238,6 @@ class Desk:
                     future.set_exception(error)
 
     def _add(self, job: Job) -> None:
-        if time.monotonic() > self._looked + TURN:
-            self._work()
         if job.id in self.jobs:  # its deadline may have come
             self._driver.add(Question(job.id, job.id, job.messages))
         if self._turning.done():

@@ -441,6 +441,11 @@ def over_source(poll: Callable[[], list[Sample]]) -> Service:
     return Service(ServiceSettings("m"), desk, sampling=SamplingSettings(edt_scale=None), feedback=Feedback(None))
 
 
+def draw_nothing() -> list[Sample]:
+    time.sleep(0.01)
+    return []
+
+
 def test_an_engine_that_hangs_does_not_keep_the_process() -> None:
     code = """
         import asyncio, contextlib, threading
@@ -476,6 +481,21 @@ def test_who_waits_for_an_engine_that_dies_is_told_so() -> None:
     server = over_source(die)
     assert asyncio.run(ask(server)) == [(503, True)] * 4
     assert server.desk.load == 0
+
+
+def test_a_deadline_comes_among_many_readings() -> None:
+    async def ask(server: Service) -> bool:
+        async with client_of(server) as client:
+            asked = {"model": "m", "messages": MESSAGES, "selfcal": {"deadline_s": 0.1}}
+            answer = asyncio.create_task(client.post("/v1/chat/completions", json=asked))
+            await asyncio.sleep(0.05)
+            readings = asyncio.gather(*(server.desk.do(partial(time.sleep, 0.05)) for _ in range(40)))
+            assert (await answer).status_code == 504
+            found = readings.done()
+            await readings
+            return found
+
+    assert not asyncio.run(ask(over_source(draw_nothing)))
 
 
 def client_of(server: Service) -> httpx.AsyncClient:

@@ -207,13 +207,18 @@ class Service:
     async def events(self, job: Job) -> AsyncIterator[str]:
         """Yield an answer as events: tokens as they are drawn, or comments until a vote is decided."""
         most = job.strategy.max_samples
+        role = event(chunk(job, role="assistant", content=""))  # not before an error, after which others may be asked
         try:
             yield f": samples 0 of {most}\n\n"
-            yield event(chunk(job, role="assistant", content=""))
             async for news in job.news():
-                yield f": samples {news} of {most}\n\n" if isinstance(news, int) else event(chunk(job, content=news))
+                if isinstance(news, int):
+                    yield f": samples {news} of {most}\n\n"
+                else:
+                    yield role + event(chunk(job, content=news))
+                    role = ""
             for content in chunks(job, self.reply(job)):
-                yield event(content)
+                yield role + event(content)
+                role = ""
         except Exception as error:  # the status has been sent
             yield event(refusal_of(error).as_json())
         yield "data: [DONE]\n\n"

@@ -498,6 +498,16 @@ def test_a_deadline_comes_among_many_readings() -> None:
     assert not asyncio.run(ask(over_source(draw_nothing)))
 
 
+def test_a_stream_that_fails_before_its_first_text_says_only_that() -> None:
+    async def ask(server: Service) -> list[str]:
+        async with client_of(server) as client:
+            asked = {"model": "m", "messages": MESSAGES, "stream": True, "selfcal": {"deadline_s": 0.1}}
+            lines = (await client.post("/v1/chat/completions", json=asked)).text.splitlines()
+            return [line[:14] for line in lines if line.startswith("data: ")]
+
+    assert asyncio.run(ask(over_source(draw_nothing))) == ['data: {"error"', "data: [DONE]"]
+
+
 def client_of(server: Service) -> httpx.AsyncClient:
     return httpx.AsyncClient(transport=httpx.ASGITransport(server.app()), base_url="http://localhost")
 

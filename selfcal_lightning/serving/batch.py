@@ -95,6 +95,8 @@ async def run_requests(
                 if service.desk.died is not None:
                     return  # no answer: the same command asks again
                 refusal = refusal_of(error)
+                if refusal.status == 500:  # a batch has no log but what it prints
+                    refusal = Refused(500, f"{type(error).__name__}, whose traceback was printed.")
                 status, content = refusal.status, refusal.as_json()
             response = {"status_code": status, "request_id": own_id, "body": content}
             append_line(file, {"id": own_id, "custom_id": name, "response": response, "error": None})

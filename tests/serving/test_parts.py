@@ -223,6 +223,20 @@ def test_a_batch_whose_engine_died_writes_no_answer_for_it(tmp_path: Path) -> No
     assert target.read_text() == ""
 
 
+def test_a_batch_names_a_fault_of_ours_and_not_its_text(tmp_path: Path) -> None:
+    async def fail(*args: Any) -> None:
+        raise ValueError("Bearer key")
+
+    server = over_source(draw_nothing)
+    server.desk.begin = fail
+    line = {"method": "POST", "url": "/v1/chat/completions", "body": {"model": "m", "messages": MESSAGES}}
+    with (tmp_path / "out.jsonl").open("wb") as file:
+        asyncio.run(run_requests(server, {"a": line}, file, set(), 0))
+    answer = json.loads((tmp_path / "out.jsonl").read_text())["response"]
+    message = answer["body"]["error"]["message"]
+    assert (answer["status_code"], message) == (500, "ValueError, whose traceback was printed.")
+
+
 def test_a_torn_label_is_cut_off_and_the_metrics_read_what_clients_were_told(tmp_path: Path) -> None:
     feedback = Feedback(tmp_path)
     for name, told in (("a", 0.9), ("b", 0.3)):

@@ -44,7 +44,6 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> Mock:
 
 
 def demo(*options: str, train: str = "limit: 3", num_samples: int = 2) -> list[str]:
-    """The demo's training on five questions, in the current folder."""
     return [
         "fit", "--config", config_path("demo.yaml"), "--data.num_samples", str(num_samples),
         "--data.train", f"[{{task: word_problems, split: train, {train}}}]",

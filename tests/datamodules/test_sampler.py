@@ -204,6 +204,13 @@ def make_draw() -> tuple[EpochDraw, np.ndarray]:
     return EpochDraw(rows[order], calibrates[order], 1.0 - calibrates[order], {}), question
 
 
+def test_a_group_of_one_and_an_empty_draw_stay_as_they_are() -> None:
+    draw, question = make_draw()
+    assert group_by_question(draw, question, group_size=1, seed=0, epoch=0) is draw
+    empty = EpochDraw(np.zeros(0, dtype=np.int64), np.zeros(0), np.zeros(0), {})
+    assert group_by_question(empty, np.arange(3), group_size=8, seed=0, epoch=0) is empty
+
+
 @pytest.mark.parametrize("group_size", [2, 5, 8, 100])
 def test_grouping_changes_the_order_alone(group_size: int) -> None:
     draw, question = make_draw()

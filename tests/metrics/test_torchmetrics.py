@@ -87,7 +87,6 @@ def _computed(name: str, batches: list[Batch], *, cast: Callable[[Metric], Any] 
 
 
 def _in_a_group(folder: Path) -> dict[str, Any]:
-    """Return every metric on this process's share of every deal."""
     rank = int(os.environ["RANK"])
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
     batches = _batches()

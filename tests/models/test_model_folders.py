@@ -32,7 +32,6 @@ CODE = "import pathlib\npathlib.Path(__file__).with_name('ran').write_text('')\n
 
 
 def adapter_readers(tiny_model: str, adapter: Path) -> list[Callable[[], object]]:
-    """Every way in which an adapter is read."""
     return [
         lambda: load_network(tiny_model, revision=None, adapter=str(adapter), dtype="float32", device="cpu"),
         lambda: load_adapter(load_causal_lm(tiny_model), str(adapter)),

@@ -177,7 +177,6 @@ def run(bundled_model: str, tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 def adapted(bundled_model: str, adapter: Path) -> torch.Tensor:
-    """Logits of the unquantised base with the adapter beside it."""
     base = AutoModelForCausalLM.from_pretrained(bundled_model, dtype=torch.float32)
     return PeftModel.from_pretrained(base, adapter).eval()(IDS).logits
 

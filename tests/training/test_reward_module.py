@@ -59,7 +59,6 @@ def fit(pool: Pool, store: str, folder: Path, *more: Any, ckpt_path: str | None 
 
 @pytest.fixture(scope="module")
 def whole(pool: Pool, store_dir: str, tmp_path_factory: pytest.TempPathFactory) -> Whole:
-    """A finished run, and what it logged last."""
     folder = tmp_path_factory.mktemp("reward")
     trainer = fit(pool, store_dir, folder)
     return folder, {name: value.item() for name, value in trainer.callback_metrics.items()}

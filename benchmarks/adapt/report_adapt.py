@@ -9,7 +9,7 @@ import math
 import shutil
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,20 +21,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from shared.estimates import Measured, difference, mean_over_seeds
 from shared.study import Options, Study
-from shared.tables import table, triple
+from shared.tables import show, table, triple
 from shared.timing import measured_once
 
-from selfcal_lightning.adaptation import runs
-from selfcal_lightning.adaptation.evaluation import (
-    BEYOND,
-    CALIBRATION,
-    Change,
-    SampledSet,
-    describe,
-    judged_entries,
-    read_set,
-    verdict,
-)
+from selfcal_lightning.adaptation import evaluation, runs
+from selfcal_lightning.adaptation.evaluation import SampledSet
 from selfcal_lightning.adaptation.module import TestTimeTrainingModule
 from selfcal_lightning.adaptation.runs import QuestionSlice, load_sets
 from selfcal_lightning.commands.adapt import run_adapt
@@ -62,6 +53,7 @@ METHODS: dict[str, tuple[GroupReward, PoolTarget | None]] = {
     "equations": ("equations", None),
 }
 PLAIN, ANCHOR, ROUND, EQUATIONS = METHODS
+Found, Sets = Mapping[str, Any], Sequence[SampledSet]
 ADAPTER: dict[str, Any] = {
     "r": 16, "alpha": 32, "dropout": 0.0, "activated": False,
     "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
@@ -75,8 +67,6 @@ WRECKING_RATE, MOST_ROUNDS = 3e-2, 3
 FIT_OPTIONS = {"model": {"lora": ADAPTER}, "data": {"max_length": 320}, "trainer": {"accelerator": "cpu"}}
 # Temperatures at which the start is sampled too: what sharpening is worth without training.
 TEMPERATURES = [1.0, 0.5]
-
-
 SIZES = {
     "seeds": (3, "adaptations by each method"),
     "start_questions": (400, "on which the start is calibrated"),
@@ -182,24 +172,21 @@ class Clock(Callback):
 
 def measure_packing(folder: Path, model: Path, samples: int) -> dict[str, float]:
     """Return tokens and least CPU seconds of a response, in a packed group and in rows of their own."""
-    store, clocks = run_folder(folder, PLAIN, 0) / "round-0", {"shared_prefix": [], "off": []}
+    store, passes = run_folder(folder, PLAIN, 0) / "round-0", {"packed": [], "apart": []}
     for _ in range(REPEATS):
-        for way, found in clocks.items():
-            found.append(_pass(str(model), str(store), samples, way))
-    tokens = {way: found[0].positions / found[0].responses for way, found in clocks.items()}
-    seconds = {way: min(clock.seconds / clock.responses for clock in found) for way, found in clocks.items()}
-    names = {"packed": "shared_prefix", "apart": "off"}
-    found = {f"{name}_tokens": tokens[way] for name, way in names.items()}
-    return found | {f"{name}_seconds": seconds[way] for name, way in names.items()}
+        for name, way in (("packed", "shared_prefix"), ("apart", "off")):
+            passes[name].append(_pass(str(model), str(store), samples, way))
+    found = {f"{name}_tokens": clocks[0].positions / clocks[0].responses for name, clocks in passes.items()}
+    seconds = {name: min(clock.seconds / clock.responses for clock in clocks) for name, clocks in passes.items()}
+    return found | {f"{name}_seconds": least for name, least in seconds.items()}
 
 
 def _pass(model: str, store: str, samples: int, packing: Any) -> Clock:
     clock, reward = Clock(), METHODS[PLAIN][0]
     lora = LoraSettings(**{**ADAPTER, "target_modules": tuple(ADAPTER["target_modules"])})
     module = TestTimeTrainingModule(model, lora=lora, reward=reward)
-    data = RolloutDataModule(
-        model, store, num_samples=samples, reward=reward, batch_size=GROUPS * samples, max_length=320, packing=packing
-    )
+    settings = {"num_samples": samples, "reward": reward, "batch_size": GROUPS * samples, "max_length": 320}
+    data = RolloutDataModule(model, store, packing=packing, **settings)
     # One optimiser step: the model that is updated sampled the round, and nothing is computed but what is learnt from.
     micro_steps = math.ceil(len(SampleStore(store).index(split="train", round=0)) / (GROUPS * samples))
     trainer = Trainer(
@@ -229,9 +216,8 @@ def read_guarded(folder: Path) -> dict[str, Any]:
 def assemble(sizes: Options) -> dict[str, Any]:
     folder, seeds = sizes.output, range(sizes.seeds)
     files = {(m, seed): run_folder(folder, m, seed) / "adaptation.json" for m in METHODS for seed in seeds}
-    if lacking := [
-        *(one for one in (*files.values(), folder / PACKING, folder / GUARDED / runs.GUARD_FILE) if not one.is_file())
-    ]:
+    needed = (*files.values(), folder / PACKING, folder / GUARDED / runs.GUARD_FILE)
+    if lacking := [one for one in needed if not one.is_file()]:
         raise RunError(f"Expected all runs in {folder}, but there is no {lacking[0]}. Run without `--table`.")
     tables = {questions: compare(folder, questions, seeds) for questions in SETS}
     gain, guarded = rise_of_rounds(folder, seeds, sizes), read_guarded(folder / GUARDED)
@@ -251,12 +237,7 @@ def assemble(sizes: Options) -> dict[str, Any]:
     }
 
 
-def targets(
-    tables: Mapping[str, Any],
-    rounds_gain: Mapping[str, float],
-    packing: Mapping[str, float],
-    guarded: Mapping[str, Any],
-) -> list[dict[str, str]]:
+def targets(tables: Found, rounds_gain: Found, packing: Found, guarded: Found) -> list[dict[str, str]]:
     sets = [tables[name] for name in ("transductive", "inductive")]
     both = [found["changes"]["anchor less start"] for found in sets]
     after = [found["levels"][ANCHOR]["ece"] for found in sets]
@@ -300,7 +281,7 @@ def compare(folder: Path, name: str, seeds: Sequence[int]) -> dict[str, Any]:
         places = {"start": [folder / f"base-{seed}" / name / f"base{suffix}" for seed in seeds]}
         for m in METHODS:
             places[m] = [run_folder(folder, m, seed) / "evaluation" / name / f"adapted{suffix}" for seed in seeds]
-        return {label: [read_set(one) for one in found] for label, found in places.items()}
+        return {label: [evaluation.read_set(one) for one in found] for label, found in places.items()}
 
     stores, greedy = read(""), read("-greedy")
     size = min(one.num_samples for group in stores.values() for one in group)
@@ -320,13 +301,13 @@ def compare(folder: Path, name: str, seeds: Sequence[int]) -> dict[str, Any]:
     }
 
 
-def judged(before: Sequence[SampledSet], after: Sequence[SampledSet], greedy: Sequence[SampledSet]) -> str:
-    adapted = [one.accuracy() for one in after]
-    found = {
-        name: Change(None, None, mean_change([one.accuracy() for one in others], adapted))
-        for name, others in ((PASS, before), (BEYOND, greedy))
-    }
-    return verdict(found)
+def judged(before: Sets, after: Sets, greedy: Sets) -> str:
+    def beyond(others: Sets) -> evaluation.Change:
+        return evaluation.Change(
+            None, None, mean_change(*([one.accuracy() for one in sets] for sets in (others, after)))
+        )
+
+    return evaluation.verdict({PASS: beyond(before), evaluation.BEYOND: beyond(greedy)})
 
 
 def untrained(results: Sequence[Mapping[str, Any]], name: str) -> dict[str, dict[str, float]]:
@@ -342,16 +323,15 @@ def untrained(results: Sequence[Mapping[str, Any]], name: str) -> dict[str, dict
     }
 
 
-def level(stores: Sequence[SampledSet], greedy: Sequence[SampledSet], size: int) -> dict[str, float]:
-    rows = [describe(one, likeliest, k=size, seed=0) for one, likeliest in zip(stores, greedy, strict=True)]
+def level(stores: Sets, greedy: Sets, size: int) -> dict[str, float]:
+    rows = [evaluation.describe(one, likeliest, k=size, seed=0) for one, likeliest in zip(stores, greedy, strict=True)]
     return {key: float(np.mean([row[key] for row in rows])) for key in rows[0]}
 
 
-def change(
-    stores: tuple[Sequence[SampledSet], ...], greedy: tuple[Sequence[SampledSet], ...], size: int
-) -> dict[str, dict[str, float]]:
-    before, after = ([_measured(one) for one in group] for group in stores)
-    changes = {name: difference(after, before, metric) for name, metric in {PASS: PASS_AT_1, **CALIBRATION}.items()}
+def change(stores: tuple[Sets, ...], greedy: tuple[Sets, ...], size: int) -> dict[str, dict[str, float]]:
+    before, after = ([Measured.of(one.scored()) for one in group] for group in stores)
+    metrics = {PASS: PASS_AT_1, **evaluation.CALIBRATION}
+    changes = {name: difference(after, before, metric) for name, metric in metrics.items()}
     changes["greedy"] = mean_change(*([one.accuracy() for one in group] for group in greedy))
     changes["majority"] = mean_change(*([one.majority(size) for one in group] for group in stores))
     changes["pass@k"] = mean_change(*([one.solved(size) for one in group] for group in stores))
@@ -365,7 +345,7 @@ def round_accuracy(store_dir: str | Path, questions: Sequence[Question], *, roun
     entries = sorted(found, key=lambda one: one.question.id)
     shares = [
         sum(verdicts[sample.answer] for sample in entry.samples) / len(entry.samples)
-        for entry, verdicts in judged_entries(entries, questions)
+        for entry, verdicts in evaluation.judged_entries(entries, questions)
     ]
     return np.array(shares, dtype=np.float64)
 
@@ -384,13 +364,6 @@ def as_json(one: Estimate) -> dict[str, float]:
 def mean_change(before: Sequence[Floats], after: Sequence[Floats]) -> Estimate:
     differences = np.array(after) - np.array(before)
     return estimate_of(mean_over_seeds(differences @ resample_weights(differences.shape[1])))
-
-
-def _measured(one: SampledSet) -> Measured:
-    scored = one.scored()
-    if scored is None:
-        raise RunError("Expected P(True) of all responses, but some have none. Sample them with the confidence query.")
-    return Measured.of(scored)
 
 
 def _step(arguments: list[str]) -> None:
@@ -412,52 +385,37 @@ def markdown(content: Mapping[str, Any]) -> str:
         f"usual sampling (EDT .8). Intervals: 95 %, paired, over {over}; those that exclude 0 in bold.",
         "",
     ]
+    levels, changes = ({name: found[key] for name, found in sets.items()} for key in ("levels", "changes"))
     columns = ("pass@1", "greedy", "majority", "pass@k", "distinct", "tokens", "ece", "brier", "auroc")
-    rows = [
-        [name, label, *(f"{row[column]:.3f}" for column in columns)]
-        for name, found in sets.items()
-        for label, row in found["levels"].items()
-    ]
-    lines += [*_table(["questions", "model", *columns], rows), ""]
-    columns = ("pass@1", "majority", "pass@k", "distinct")
-    rows = [
-        [name, way.replace("base", "start", 1), *("-" if one not in row else f"{row[one]:.3f}" for one in columns),
-         f"{row['samples']:.0f}"]
-        for name, ways in content["start"].items()
-        for way, row in ways.items()
-    ]  # fmt: skip
-    lines += [*_table(["questions", "without training", *columns, "samples"], rows), ""]
+    lines += _rows(["questions", "model", *columns], columns, levels)
+    columns = ("pass@1", "majority", "pass@k", "distinct", "samples")
+    ways = content["start"].items()
+    start = {name: {way.replace("base", "start", 1): row for way, row in rows.items()} for name, rows in ways}
+    lines += _rows(["questions", "without training", *columns], columns, start)
     columns = ("pass@1", "greedy", "majority", "pass@k", "ece", "brier", "auroc")
-    rows = [
-        [name, label, *(_cell(row[column]) for column in columns)]
-        for name, found in sets.items()
-        for label, row in found["changes"].items()
-    ]
-    lines += [*_table(["questions", "change", *columns], rows), ""]
+    lines += _rows(["questions", "change", *columns], columns, changes)
     rows = [[one, *(found["verdicts"][one] for found in sets.values())] for one in METHODS]
-    lines += [*_table(["what pass@1 comes to", *sets], rows), ""]
+    lines += [*table(["what pass@1 comes to", *sets], rows, left=4), ""]
     rows = [[row["target"], row["found"], row["verdict"]] for row in content["targets"]]
-    lines += ["| target | found | |", *_table(["", "", ""], rows)[1:], ""]
-    heads = ("run", "round", "pass@1 at T = 1", "label accuracy", "reward accuracy", "agreement", "votes", "lost log p")
+    lines += ["| target | found | |", *table(["", "", ""], rows, left=3)[1:], ""]
+    heads = ["run", "round", "pass@1 at T = 1", "label accuracy", "reward accuracy", "agreement", "votes", "lost log p"]
     keys = ("pass@1", "label_accuracy", "reward_accuracy", "agreement", "vote_share", "logprob_fall")
-    rows = [
-        [run, number, *("-" if row.get(key) is None else f"{row[key]:.3f}" for key in keys)]
-        for run, result in content["runs"].items()
-        for number, row in result["rounds"].items()
-    ]
-    return "\n".join([*lines, *_table(heads, rows), ""])
+    return "\n".join([*lines, *_rows(heads, keys, {run: result["rounds"] for run, result in content["runs"].items()})])
 
 
-def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    return table(heads, rows, left=len(heads))
+def _rows(heads: list[str], columns: Sequence[str], groups: Mapping[str, Any]) -> list[str]:
+    def cell(row: Mapping[str, Any], column: str) -> str:
+        value, digits = row.get(column), 0 if column == "samples" else 3
+        return _cell(value) if isinstance(value, dict) else "-" if value is None else f"{value:.{digits}f}"
+
+    members = ((name, label, row) for name, group in groups.items() for label, row in group.items())
+    rows = [[name, label, *(cell(row, column) for column in columns)] for name, label, row in members]
+    return [*table(heads, rows, left=len(heads)), ""]
 
 
 def _cell(found: Mapping[str, float | None]) -> str:
-    value, low, high = found["change"], found["low"], found["high"]
-    if value is None or low is None or high is None:
-        return "-"
-    text = f"{value:+.3f} [{low:+.3f}, {high:+.3f}]"
-    return f"**{text}**" if low > 0 or high < 0 else text
+    text, (_, low, high) = show(found, "+", missing="-"), found.values()
+    return f"**{text}**" if low is not None and (low > 0 or high < 0) else text
 
 
 STUDY = Study("adapt/report_adapt.py", SIZES, run_jobs, assemble, markdown, collect="--table", layout={"indent": 1})

@@ -22,7 +22,8 @@ IMAGES = ROOT / "docs" / "images"
 TASK = "word_problems"
 # Questions that the bundled model answers for a report, by the name of the part and its split.
 SPLITS = {"id": "test_id", "ood": "test_ood", "calibration": "calibration"}
-TESTS = ("id", "ood")
+TITLES = {"id": "in domain", "ood": "out of domain"}
+TESTS = tuple(TITLES)
 # How the bundled model answers them.
 SAMPLED = ("--sampling.max_new_tokens", "120", "--engine.max_batch", "512")
 Sizes = Mapping[str, tuple[Any, str]]  # default and help of an option, by name
@@ -93,7 +94,7 @@ class Study:
         return 0 if self.met(options, report) else 1
 
     def parse(self) -> Any:
-        doc = sys.modules[self.tables.__module__].__doc__
+        doc = sys.modules[self.markdown.__module__].__doc__
         parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
         for name, (default, text) in self.sizes.items():
             parser.add_argument(f"--{name}", type=type(default), default=default, help=text)

@@ -3,8 +3,6 @@
 References only check the result. ``--table`` writes the tables of what is in ``--folder``.
 """
 
-from __future__ import annotations
-
 import runpy
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -18,17 +16,8 @@ from shared.estimates import RESAMPLES, mean_over_seeds, metric_columns
 from shared.study import Options, Study
 from shared.tables import Criterion, criteria_table, exactly, held, section, show, table, triple
 
-from selfcal_lightning.adaptation.picking import (
-    FUSED,
-    PICK,
-    SHARE,
-    SSC,
-    SelectionSettings,
-    fit_votes,
-    score_of,
-    select_rows,
-    without_references,
-)
+from selfcal_lightning.adaptation import picking
+from selfcal_lightning.adaptation.picking import FUSED, PICK, SHARE, SSC, SelectionSettings
 from selfcal_lightning.commands.generate import run_generate
 from selfcal_lightning.commands.score import run_score
 from selfcal_lightning.commands.selection import run_export_rl, run_extract_steps, run_select
@@ -49,8 +38,8 @@ TOKENS = 120
 OF_A_POOL = {weight.name for weight in WEIGHTS}
 # What picks within a question and what keeps questions: the defaults of `selfcal select`, then votes alone.
 PAIRS = ((FUSED, SHARE), (FUSED, SSC), (FUSED, PICK), (MEAN_LOGPROB, SHARE), (SHARE, SHARE), (SSC, SSC))
-
-
+Score = Callable[[QuestionSamples, Sample], float | None]
+Columns = dict[str, Floats]  # [1 + R] each, of one seed
 SIZES = {
     "seeds": (3, "a store each"),
     "questions": (300, "in-domain test questions"),
@@ -59,33 +48,25 @@ SIZES = {
 }
 
 
-def stores(study: Options) -> list[Path]:
-    return [study.output / f"seed-{seed}" for seed in range(study.seeds)]
-
-
 def run_jobs(study: Options) -> None:
-    for seed, store in enumerate(stores(study)):
+    for seed in range(study.seeds):
+        store = str(study.folder(seed))
         run_generate(
-            "bundled", str(store), "word_problems", split="test_id", limit=study.questions, num_samples=study.samples,
+            "bundled", store, "word_problems", split="test_id", limit=study.questions, num_samples=study.samples,
             seed=seed, engine=EngineSettings(max_batch=512), sampling=SamplingSettings(max_new_tokens=TOKENS),
         )  # fmt: skip
-        run_score(list(CRITERIA), str(store))
-
-
-def read_pool(store: Path) -> list[QuestionSamples]:
-    entries = SampleStore(str(store)).samples(confidences=list(CRITERIA))
-    return sorted(entries, key=lambda entry: entry.question.id)
+        run_score(list(CRITERIA), store)
 
 
 def assemble(study: Options) -> dict[str, Any]:
-    pools, sizes = [read_pool(store) for store in stores(study)], study.sizes(*SIZES)
-    passed_on = [hand_on(one, study.output / f"{one.name}-selection", kept=study.kept) for one in stores(study)]
+    stores, sizes = [study.folder(seed) for seed in range(study.seeds)], study.sizes(*SIZES)
+    read = (SampleStore(store).samples(confidences=list(CRITERIA)) for store in stores)
+    pools = [sorted(entries, key=lambda entry: entry.question.id) for entries in read]
+    passed_on = [hand_on(one, study.output / f"{one.name}-selection", kept=study.kept) for one in stores]
     names = [FUSED, SHARE, SSC, MEAN_LOGPROB, P_TRUE, *CRITERIA]
-    criteria = {name: _criterion(pools, name, sizes["kept"]) for name in names}
-    selections = {
-        f"{pick}, {keep}": worth_of(pools, SelectionSettings(pick=pick, keep=keep, top=sizes["kept"]))
-        for pick, keep in PAIRS
-    }
+    criteria = {name: _criterion(pools, name, study.kept) for name in names}
+    settings = (SelectionSettings(pick=pick, keep=keep, top=study.kept) for pick, keep in PAIRS)
+    selections = {f"{one.pick}, {one.keep}": worth_of(pools, one) for one in settings}
     right = [sample.correct for pool in pools for entry in pool for sample in entry.samples]
     return {
         "sizes": {**sizes, "responses": len(right), "right": sum(map(bool, right)) / len(right)},
@@ -98,23 +79,24 @@ def assemble(study: Options) -> dict[str, Any]:
 
 def _criterion(pools: Sequence[Sequence[QuestionSamples]], name: str, kept: float) -> dict[str, Estimate]:
     found = worth_of(pools, SelectionSettings(pick=name, keep=SHARE if name in OF_A_POOL else PICK, top=kept))
-    tells = over_seeds([score_tells(pool, _score(pool, name)) for pool in pools])
+    columns = []
+    for pool in pools:
+        fusion = (
+            picking.fit_votes([picking.without_references(entry) for entry in pool], None) if name == FUSED else None
+        )
+        columns.append(
+            score_tells(pool, lambda entry, sample, fusion=fusion: picking.score_of(entry, sample, name, fusion))
+        )
+    tells = over_seeds(columns)
     across = {} if name in OF_A_POOL else {"responses": tells["responses"], **found}
     return {"best": found["best"], "gain": found["gain"], "within": tells["within"], **across}
 
 
-def _score(pool: Sequence[QuestionSamples], name: str) -> Score:
-    fusion = fit_votes([without_references(entry) for entry in pool], None) if name == FUSED else None
-    return lambda entry, sample: score_of(entry, sample, name, fusion)
-
-
-def targets(selections: Mapping[str, Mapping[str, Estimate]], passed_on: Sequence[HandedOn]) -> list[Criterion]:
+def targets(selections: Mapping[str, Mapping[str, Estimate]], passed_on: Sequence[dict[str, int]]) -> list[Criterion]:
     gains = {name: selections[f"{name}, {SHARE}"]["gain"] for name in (FUSED, MEAN_LOGPROB)}
     of_votes = {pair: selections[", ".join(pair)] for pair in ((FUSED, SHARE), (SHARE, SHARE), (SSC, SSC))}
-    found = [
-        held(f"`{name}`, best of all minus one sample: lower end above .03", gain, "low", ">", 0.03)
-        for name, gain in gains.items()
-    ]
+    best = "best of all minus one sample: lower end above .03"
+    found = [held(f"`{name}`, {best}", gain, "low", ">", 0.03) for name, gain in gains.items()]
     for (pick, keep), row in of_votes.items():
         what = f"picked by `{pick}`, kept by `{keep}`"
         found.append(held(f"{what}, accuracy of the kept: lower end at least .85", row["kept"], "low", ">=", 0.85))
@@ -162,16 +144,12 @@ def _table(first: str, heads: Mapping[str, str], rows: Mapping[str, Mapping[str,
     return table([first, *heads.values()], lines)
 
 
-Score = Callable[[QuestionSamples, Sample], float | None]
-Columns = dict[str, Floats]  # [1 + R] each, of one seed
-
-
 def selection_worth(entries: Sequence[QuestionSamples], settings: SelectionSettings) -> Columns:
     """Select without gold answers, and judge the selection by them.
 
     A resample draws questions of the one selection that was made; it does not select anew.
     """
-    rows = select_rows(entries, settings).rows
+    rows = picking.select_rows(entries, settings).rows
     right = np.array([
         any(bool(sample.correct) for sample in entry.samples if sample.index == row.index)
         for entry, row in zip(entries, rows, strict=True)
@@ -180,9 +158,8 @@ def selection_worth(entries: Sequence[QuestionSamples], settings: SelectionSetti
     weights = resample_weights(len(entries), num_resamples=RESAMPLES)
     kept = np.array([row.kept for row in rows], dtype=np.float64)
     share = kept @ weights
-    known = [row.keep_score for row in rows if row.keep_score is not None]
-    scores = [min(known) - 1.0 if row.keep_score is None else row.keep_score for row in rows]
-    columns = np.array(scores), right.astype(bool), np.arange(len(rows))
+    scores = np.array([row.keep_score for row in rows], dtype=np.float64)  # None is nan, and comes last
+    columns = np.nan_to_num(scores, nan=np.nanmin(scores) - 1.0), right.astype(bool), np.arange(len(rows))
     return {
         "best": right @ weights,
         "gain": (right - single) @ weights,
@@ -193,14 +170,10 @@ def selection_worth(entries: Sequence[QuestionSamples], settings: SelectionSetti
 
 def score_tells(entries: Sequence[QuestionSamples], score: Score) -> Columns:
     """Return how well a score tells right from wrong responses; one without it comes last."""
-    rows = [
-        (score(entry, sample), bool(sample.correct), number)
-        for number, entry in enumerate(entries)
-        for sample in entry.samples
-    ]
-    last = min(value for value, _, _ in rows if value is not None) - 1.0
-    values, correct, questions = zip(*rows, strict=True)
-    columns = np.array([last if value is None else value for value in values]), np.array(correct), np.array(questions)
+    values = np.array([score(entry, sample) for entry in entries for sample in entry.samples], dtype=np.float64)
+    correct = np.array([bool(sample.correct) for entry in entries for sample in entry.samples])
+    questions = np.repeat(np.arange(len(entries)), [len(entry.samples) for entry in entries])
+    columns = np.nan_to_num(values, nan=np.nanmin(values) - 1.0), correct, questions
     found = metric_columns(columns, [AUROC, WITHIN_QUESTION_AUROC], num_resamples=RESAMPLES)
     return {"responses": found[AUROC], "within": found[WITHIN_QUESTION_AUROC]}
 
@@ -214,17 +187,13 @@ def over_seeds(found: Sequence[Columns]) -> dict[str, Estimate]:
     return {name: estimate_of(mean_over_seeds(np.array([one[name] for one in found]))) for name in found[0]}
 
 
-Judge = Callable[[str, str, str], float | None]
-HandedOn = dict[str, int]
-
-
-def hand_on(store: Path, folder: Path, *, kept: float) -> HandedOn:
+def hand_on(store: Path, folder: Path, *, kept: float) -> dict[str, int]:
     """Select, extract key steps and export a store; return what is kept, and how the exported rewards judge."""
     selection, export = folder / "selection", folder / "export"
     chosen = run_select(str(store), str(selection), keep_top=kept)
     rates = run_extract_steps(str(selection), overwrite=True).rates
     run_export_rl(str(selection), str(export), "verl")
-    judge: Judge = runpy.run_path(str(export / "reward.py"))["judge"]
+    judge = runpy.run_path(str(export / "reward.py"))["judge"]
     judged = otherwise = 0
     for entry in SampleStore(str(store)).samples():
         for sample in entry.samples:
@@ -232,7 +201,7 @@ def hand_on(store: Path, folder: Path, *, kept: float) -> HandedOn:
                 judged += 1
                 given = judge(f"selfcal/{entry.question.task}", sample.text, entry.question.reference)
                 otherwise += given != float(bool(sample.correct))
-    steps = {name: rates[name] for name in ("with_steps", "steps", "ungrounded_forms")}
+    steps = {name: rates[name] for name in ("with_steps", "ungrounded_forms")}
     return {"kept": len(chosen.kept), **steps, "judged": judged, "judged_otherwise": otherwise}
 
 

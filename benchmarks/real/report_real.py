@@ -19,48 +19,18 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import _real_jobs as real
 import numpy as np
 import torch
-from _real_jobs import (
-    ARITHMETIC,
-    BEST_WAY,
-    CONFIRMATION,
-    CPU,
-    CROSS_ENTROPY,
-    FACTS,
-    GEMMA,
-    GPU,
-    JOINT,
-    LABEL,
-    LEAVE_ONE_OUT,
-    MAX_NEW_TOKENS,
-    OTHER_WAYS,
-    PROBE,
-    SMOLLM,
-    TASKS,
-    TOKEN_STATISTICS,
-    TRIED_ON,
-    WIKIDATA,
-    Jobs,
-    Machine,
-    Sizes,
-    all_jobs,
-    entries,
-)
+from _real_jobs import FACTS, GPU, LEAVE_ONE_OUT, PROBE, SMOLLM, TOKEN_STATISTICS, WIKIDATA, Jobs, entries
 from _states import MEAN, QUERY, RESPONSE, agreement, fit_probes, labels
 from matplotlib.figure import Figure
-from shared.estimates import (
-    RESAMPLES,
-    errors_over_seeds,
-    mean_over_seeds,
-    metric_columns,
-    samples_needed,
-    with_question_confidence,
-)
+from shared import estimates
+from shared.estimates import RESAMPLES, mean_over_seeds, metric_columns
 from shared.study import Options, Study
 from shared.tables import SIGNS, show, table, triple
 
@@ -74,36 +44,23 @@ from selfcal_lightning.data.store.shards import question_digest
 from selfcal_lightning.evaluation.metrics import scored_responses
 from selfcal_lightning.inference.thresholds import grid_outcome
 from selfcal_lightning.inference.voting import SelfConsistency
+from selfcal_lightning.metrics import bootstrap
 from selfcal_lightning.metrics.arrays import AUROC, BRIER, ECE, PASS_AT_1, WITHIN_QUESTION_AUROC, Floats
-from selfcal_lightning.metrics.bootstrap import (
-    Estimate,
-    bootstrap_interval,
-    calibration_error_bounds,
-    estimate_of,
-    resample_weights,
-)
+from selfcal_lightning.metrics.bootstrap import Estimate, estimate_of, resample_weights
 from selfcal_lightning.metrics.calibration import ErrorBounds
+from selfcal_lightning.metrics.consistency import soft_self_consistency
 from selfcal_lightning.models.chat_format import ChatFormat, load_tokenizer
 from selfcal_lightning.records import QuestionSamples, Sample
 
 # What two idle cores sample, train on and score, in responses a second, and what comes on top for a task.
 SAMPLED_A_SECOND, TRAINED_A_SECOND, SCORED_A_SECOND, OVERHEAD_SECONDS = 7.0, 5.0, 18.0, 75.0
 TRIED_ADAPTERS = 5  # the other ways to train, two of them twice as long
-DEMO = {
-    "output": Path("runs/demo-real"),
-    "models": [SMOLLM],
-    "tasks": [FACTS],
-    "train": 100,
-    "validation": 25,
-    "test": 80,
-    "seeds": [0],
-}
-
+DEMO = dict(output=Path("runs/demo-real"), models=[SMOLLM], tasks=[FACTS], train=100, validation=25, test=80, seeds=[0])
 GPU_FILE = "gpu.json"
 Pool = list[QuestionSamples]
 ADAPTER, UPPER, FUSED = "adapter", "labels", "fused"
 LIKELIHOOD, KIND, COCOA, ENTROPY = "likelihood", "kind", "cocoa", "semantic_entropy"
-ADAPTERS = (ADAPTER, CROSS_ENTROPY)
+ADAPTERS = (ADAPTER, real.CROSS_ENTROPY)
 BLOCKS = (2, 4, 8)
 MOST_WITHOUT = 0.01
 PRIOR_VOTES = 2  # what the agreement of a kind of question counts for beside votes
@@ -111,8 +68,7 @@ WEIGHTS = {"": None, "_likelihood": LIKELIHOOD, "_p_true": P_TRUE}
 NONE, SPLIT, TRAINING = "none", "validation", "training"
 
 
-@dataclass(frozen=True)
-class Rival:
+class Rival(NamedTuple):
     """A confidence: how it is called, how many samples it takes, and what labels."""
 
     label: str
@@ -149,8 +105,8 @@ RIVALS = {
     ADAPTER: Rival("**activated adapter**"),
     FUSED: Rival("fusion of adapter and likelihood", labels=SPLIT),
     "share_4_adapter": Rival("share of 4 votes, weighted by the adapter", 4),
-    BEST_WAY: Rival(f"activated adapter, {OTHER_WAYS[BEST_WAY]}", labels=SPLIT),
-    CROSS_ENTROPY: Rival("activated adapter, by cross-entropy"),
+    real.BEST_WAY: Rival(f"activated adapter, {real.OTHER_WAYS[real.BEST_WAY]}", labels=SPLIT),
+    real.CROSS_ENTROPY: Rival("activated adapter, by cross-entropy"),
     UPPER: Rival("activated adapter trained on labels", labels=TRAINING),
     f"labels_{QUERY}": Rival("linear probe of the state at the query, trained on labels", labels=TRAINING),
     f"labels_{MEAN}": Rival("isotonic ridge of the mean state, trained on labels", labels=TRAINING),
@@ -161,14 +117,14 @@ SHOWN_VOTES = (2, 3, 4, 8)
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--models", nargs="+", choices=TASKS, default=list(TASKS))
-    parser.add_argument("--tasks", nargs="+", choices=TASKS[SMOLLM], default=list(TASKS[SMOLLM]))
+    parser.add_argument("--models", nargs="+", choices=real.TASKS, default=list(real.TASKS))
+    parser.add_argument("--tasks", nargs="+", choices=real.TASKS[SMOLLM], default=list(real.TASKS[SMOLLM]))
     parser.add_argument("--converted", type=Path, default=Path("runs/real"), help="where the models' folders are made")
     for split in ("train", "validation", "test"):
         parser.add_argument(f"--{split}", type=int, default=None, help=f"{split} questions; all where left out")
     parser.add_argument("--num_samples", type=int, default=8, help="responses to a question")
-    parser.add_argument("--without", nargs="*", choices=(LABEL, JOINT), default=[], help="arms to leave out")
-    parser.add_argument("--device", choices=(CPU, GPU), default=CPU)
+    parser.add_argument("--without", nargs="*", choices=(real.LABEL, real.JOINT), default=[], help="arms to leave out")
+    parser.add_argument("--device", choices=(real.CPU, GPU), default=real.CPU)
     parser.add_argument("--at_once", type=int, default=1, help="commands that run at the same time")
     parser.add_argument("--demo", action="store_true", help="a small run of minutes; the report goes to --output")
     if "--demo" in sys.argv[1:]:
@@ -178,19 +134,19 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def complete(parser: argparse.ArgumentParser, options: Options) -> None:
     if options.num_samples < max(BLOCKS):
         parser.error(f"--num_samples must be at least {max(BLOCKS)}, got {options.num_samples}.")
-    sizes = Sizes(options.train, options.test, options.validation, options.num_samples)
-    options.machine = Machine(options.device, options.at_once)
+    sizes = real.Sizes(options.train, options.test, options.validation, options.num_samples)
+    options.machine = real.Machine(options.device, options.at_once)
     places = options.output, options.converted, options.models, options.tasks
-    options.jobs = all_jobs(*places, sizes, options.machine)
+    options.jobs = real.all_jobs(*places, sizes, options.machine)
     if not options.jobs:
-        have = "; ".join(f"{model}: {', '.join(TASKS[model])}" for model in options.models)
+        have = "; ".join(f"{model}: {', '.join(real.TASKS[model])}" for model in options.models)
         parser.error(f"--tasks {' '.join(options.tasks)}: no model of --models has them, but {have}.")
     if options.demo:
         options.results = options.output
 
 
 def run(options: Options) -> None:
-    if options.device == CPU:
+    if options.device == real.CPU:
         print(account(options), flush=True)
     if options.device == GPU:  # named in the caption
         options.output.mkdir(parents=True, exist_ok=True)
@@ -201,7 +157,7 @@ def run(options: Options) -> None:
 
 def run_task(options: Options, jobs: Jobs) -> None:
     together, first = jobs.machine.together, options.seeds[0]
-    tries = jobs.name == TRIED_ON and not options.demo
+    tries = jobs.name == real.TRIED_ON and not options.demo
 
     def sample_for_training() -> None:
         for split in ("train", "validation"):
@@ -213,23 +169,24 @@ def run_task(options: Options, jobs: Jobs) -> None:
         jobs.score(jobs.activate(LEAVE_ONE_OUT, seed), f"{LEAVE_ONE_OUT}_{seed}")
 
     def compare_loss(seed: int) -> None:
-        jobs.score_one(jobs.test, jobs.tested, jobs.activate(CROSS_ENTROPY, seed), f"{CROSS_ENTROPY}_{seed}")
+        jobs.score_one(jobs.test, jobs.tested, jobs.activate(real.CROSS_ENTROPY, seed), f"{real.CROSS_ENTROPY}_{seed}")
 
     jobs.convert()
     together(sample_for_training, partial(jobs.sample, jobs.test, jobs.tested, seed=1))
     parts: list[Callable[[], object]] = [partial(calibrate, seed) for seed in options.seeds]
     if not options.demo:
         parts += [jobs.probe, jobs.score_tokens, jobs.read_states]
-        if jobs.tested == CONFIRMATION:
-            parts += [partial(compare_loss, seed) for seed in options.seeds if jobs.task == TRIED_ON]
+        if jobs.tested == real.CONFIRMATION:
+            parts += [partial(compare_loss, seed) for seed in options.seeds if jobs.task == real.TRIED_ON]
         else:
             parts += [lambda: jobs.sample_twice(jobs.activate(LEAVE_ONE_OUT, first)), jobs.draw_again]
-            if LABEL not in options.without:
-                parts.append(lambda: jobs.score(jobs.activate(LABEL, 0), f"{LABEL}_0"))
+            if real.LABEL not in options.without:
+                parts.append(lambda: jobs.score(jobs.activate(real.LABEL, 0), f"{real.LABEL}_0"))
             if tries:
                 parts.append(jobs.try_other_ways)
-            if JOINT not in options.without:
-                parts.append(lambda: jobs.sample(jobs.joint_test, "test", model=jobs.train_jointly(), seed=1))
+            if real.JOINT not in options.without:
+                place = jobs.folder / real.JOINT / "test"
+                parts.append(lambda: jobs.sample(place, "test", model=jobs.train_jointly(), seed=1))
     together(*parts)
 
 
@@ -237,20 +194,17 @@ def account(options: Options) -> str:
     """Return what is going to be done, and about how long it takes on two idle cores."""
     lines, total, folders = [], 0.0, set[Path]()
     for jobs in options.jobs:
-        confirms, sizes = (
-            jobs.tested == CONFIRMATION,
-            (jobs.count("train"), jobs.count("test"), jobs.count("validation")),
-        )
-        train, test, validation = (options.num_samples * size for size in sizes)
-        adapters = len(options.seeds) * (1 + (confirms and jobs.task == TRIED_ON))
+        confirms = jobs.tested == real.CONFIRMATION
+        train, test, validation = (options.num_samples * jobs.count(split) for split in ("train", "test", "validation"))
+        adapters = len(options.seeds) * (1 + (confirms and jobs.task == real.TRIED_ON))
         sampled, trained = test + train + validation, adapters
         if jobs.folder in folders:  # the test questions of the same task come first
             sampled, trained = test, adapters - len(options.seeds)
         folders.add(jobs.folder)
         if not confirms and not options.demo:
-            tried = TRIED_ADAPTERS if jobs.name == TRIED_ON else 0
+            tried = TRIED_ADAPTERS if jobs.name == real.TRIED_ON else 0
             adapters, trained = (count + tried + 2 - len(options.without) for count in (adapters, trained))
-            sampled += (train if tried else 0) + (test if JOINT in options.without else 2 * test)
+            sampled += (train if tried else 0) + (test if real.JOINT in options.without else 2 * test)
         read = test + validation
         seconds = sampled / SAMPLED_A_SECOND + trained * train / TRAINED_A_SECOND + OVERHEAD_SECONDS
         minutes = (seconds + (adapters + 1) * read / SCORED_A_SECOND) / 60
@@ -274,11 +228,8 @@ def assemble(options: Options) -> dict[str, Any]:
         for name in (tasks.keys() & earlier.keys()) if options.device == GPU else ():  # costs are measured on a CPU
             tasks[name] |= {key: earlier[name][key] for key in ("costs", "work")}
         tasks = earlier | tasks
-    return {
-        "tasks": {name: tasks[name] for name in TITLES if name in tasks},
-        "samples": options.num_samples,
-        "minutes": options.minutes,
-    }
+    tasks = {name: tasks[name] for name in TITLES if name in tasks}
+    return {"tasks": tasks, "samples": options.num_samples, "minutes": options.minutes}
 
 
 def sampled_by(jobs: Jobs) -> str:
@@ -295,9 +246,9 @@ def report_on(jobs: Jobs, seeds: Sequence[int]) -> dict[str, Any]:
     adapters = [f"{LEAVE_ONE_OUT}_{seed}" for seed in there]
     pool, fused = _pool(jobs, scored, adapters)
     columns: dict[str, Columns] = {}
-    variants = {ADAPTER: adapters, FUSED: fused, "share_4_adapter": [f"share_4_{name}" for name in adapters],
-                UPPER: [f"{LABEL}_0"], BEST_WAY: [f"{BEST_WAY}_0"],
-                CROSS_ENTROPY: [name for seed in seeds if (name := f"{CROSS_ENTROPY}_{seed}") in scored]}  # fmt: skip
+    crossed = [name for seed in seeds if (name := f"{real.CROSS_ENTROPY}_{seed}") in scored]
+    variants = {ADAPTER: adapters, FUSED: fused, UPPER: [f"{real.LABEL}_0"], real.BEST_WAY: [f"{real.BEST_WAY}_0"],
+                "share_4_adapter": [f"share_4_{name}" for name in adapters], real.CROSS_ENTROPY: crossed}  # fmt: skip
     for name in RIVALS:
         names = variants.get(name, [name])
         if names and all(one in pool[0].samples[0].confidences or one == P_TRUE for one in names):
@@ -309,7 +260,6 @@ def report_on(jobs: Jobs, seeds: Sequence[int]) -> dict[str, Any]:
         "seeds": there,
         "learning_rate": jobs.learning_rate(there[0]) if there else None,
         "questions": len(pool),
-        "clusters": len({cluster(entry) for entry in pool}),
         "responses": len(responses),
         "train": len(entries(jobs.samples, "train")),
         "validation": len(entries(jobs.samples, "validation")),
@@ -317,7 +267,6 @@ def report_on(jobs: Jobs, seeds: Sequence[int]) -> dict[str, Any]:
         "cut": float(np.mean([one.finish == "length" for one in responses])),
         "response_tokens": float(np.mean([one.num_tokens or 0 for one in responses])),
         "query_tokens": len(ChatFormat(load_tokenizer(str(jobs.model)), prompt=jobs.read_prompt()).query.suffix_ids),
-        "pass_at_1": triple(columns[P_TRUE].estimate(PASS_AT_1)),
         "confidences": {name: column.as_json() for name, column in columns.items()},
         "votes": {name: [triple(estimate_of(row)) for row in curve] for name, curve in votes.items()},
         "generators": _generators(jobs, pool, columns, votes),
@@ -326,18 +275,14 @@ def report_on(jobs: Jobs, seeds: Sequence[int]) -> dict[str, Any]:
         "sha256": hashlib.sha256((jobs.test / "manifest.json").read_bytes()).hexdigest(),
     }
     if adapters:
-        report["vote_gains"] = {
-            other: [triple(estimate_of(row)) for row in votes[ADAPTER] - votes[other]]
-            for other in votes
-            if other != ADAPTER
-        }
+        gains = {other: votes[ADAPTER] - curve for other, curve in votes.items() if other != ADAPTER}
+        report["vote_gains"] = {other: [triple(estimate_of(row)) for row in gain] for other, gain in gains.items()}
         report["tokens"] = _tokens_to_accuracy(report, votes)
+        others, above = {name: columns[name] for name in columns if name != ADAPTER}, columns[ADAPTER].above
         report["differences"] = {
-            name: {metric: triple(columns[ADAPTER].above(column, metric)) for metric in (AUROC, BRIER)}
-            for name, column in columns.items()
-            if name != ADAPTER
+            name: {metric: triple(above(other, metric)) for metric in (AUROC, BRIER)} for name, other in others.items()
         }
-        report["criteria"] = _criteria(report, columns, votes, _same_texts(jobs.texts))
+        report["criteria"] = _criteria(report, columns, votes, _same_texts(jobs.folder / "texts"))
         if jobs.tested == "test":
             report["second_draw"] = _second_draw(jobs)
             report["other_ways"] = _other_ways(jobs)
@@ -372,11 +317,12 @@ class Columns:
             one = WITHIN_QUESTION_AUROC
             row |= metric_columns((*pair, scored.question_index), (one,), num_resamples=RESAMPLES)
             rows.append(row)
-            errors.append(calibration_error_bounds(*pair, grouped, num_resamples=RESAMPLES))
-            within.append(bootstrap_interval(*pair, by_kind, metrics=[one], num_resamples=1)[one].value)
+            errors.append(bootstrap.calibration_error_bounds(*pair, grouped, num_resamples=RESAMPLES))
+            within.append(bootstrap.bootstrap_interval(*pair, by_kind, metrics=[one], num_resamples=1)[one].value)
         mean = {metric: mean_over_seeds(np.array([row[metric] for row in rows])) for metric in rows[0]}
         by_seed = {metric: [round(float(row[metric][0]), 4) for row in rows] for metric in (AUROC, BRIER)}
-        return cls(mean, errors_over_seeds(errors), by_seed, None if None in within else float(np.mean(within)))
+        error = estimates.errors_over_seeds(errors)
+        return cls(mean, error, by_seed, None if None in within else float(np.mean(within)))
 
     def estimate(self, metric: str) -> Estimate:
         if metric == ECE:
@@ -401,7 +347,7 @@ def cluster(entry: QuestionSamples) -> str:
 def kind(entry: QuestionSamples) -> str:
     """Return the kind of question: capital, currency ... or sum, product ..."""
     name = entry.question.id.rsplit("/", 1)[-1]
-    return name.split("-")[0] if entry.question.task == ARITHMETIC else name.rsplit("-", 1)[-1]
+    return name.split("-")[0] if entry.question.task == real.ARITHMETIC else name.rsplit("-", 1)[-1]
 
 
 def _is_whole(store: Path, split: str, name: str) -> bool:
@@ -418,7 +364,7 @@ def _pool(jobs: Jobs, scored: Sequence[str], adapters: Sequence[str]) -> tuple[P
     pool = with_cheap(entries(jobs.test, jobs.tested, scored), priors, adapters)
     if PROBE in question_annotation_names(jobs.test):
         keys = [(entry.question.id, question_digest(entry.question)) for entry in pool]
-        pool = list(with_question_confidence(pool, question_values(jobs.test, PROBE, keys), name=PROBE))
+        pool = list(estimates.with_question_confidence(pool, question_values(jobs.test, PROBE, keys), name=PROBE))
     known = [name for name in adapters if _is_whole(jobs.samples, "validation", name)]
     validation = with_cheap(entries(jobs.samples, "validation", known), priors, ())
     has_states = all(file.is_file() for file in jobs.states.values())
@@ -443,17 +389,13 @@ def _pool(jobs: Jobs, scored: Sequence[str], adapters: Sequence[str]) -> tuple[P
 
 def with_probes(pool: Pool, probes: Mapping[str, Floats]) -> Pool:
     """Add what each probe says of the responses, which are in its order."""
-    rows = iter(zip(*probes.values(), strict=True))
-    return mapped(pool, lambda samples: [with_values(one, zip(probes, next(rows), strict=True)) for one in samples])
+    rows = (zip(probes, row, strict=True) for row in zip(*probes.values(), strict=True))
+    return [replace(entry, samples=tuple(with_values(one, next(rows)) for one in entry.samples)) for entry in pool]
 
 
 def with_values(sample: Sample, values: Iterable[tuple[str, float]]) -> Sample:
     added = {name: float(value) for name, value in values}
     return replace(sample, confidences={**sample.confidences, **added})
-
-
-def mapped(pool: Pool, change: Callable[[Sequence[Sample]], Iterable[Sample]]) -> Pool:
-    return [replace(entry, samples=tuple(change(entry.samples))) for entry in pool]
 
 
 def agreement_of_kinds(training: Pool) -> dict[str, float]:
@@ -500,13 +442,9 @@ def _likelihood(sample: Sample) -> float:
 
 def shares(block: Sequence[Sample], name: str | None) -> list[float]:
     """Return the share of each response's answer in the votes of a block, weighted by a confidence."""
-    totals: dict[str, float] = defaultdict(float)
     weights = [1.0 if name is None else confidence_of(one, name) or 0.0 for one in block]
-    for one, weight in zip(block, weights, strict=True):
-        if one.answer is not None:
-            totals[one.answer] += weight
-    whole = sum(weights)
-    return [0.0 if one.answer is None or not whole else totals[one.answer] / whole for one in block]
+    found = soft_self_consistency([one.answer for one in block], weights, drop_none=False)
+    return [0.0 if one.answer is None else share or 0.0 for one, share in zip(block, found, strict=True)]
 
 
 def _votes(pool: Pool, adapters: Sequence[str]) -> dict[str, Floats]:
@@ -535,7 +473,7 @@ def _tokens_to_accuracy(report: Mapping[str, Any], votes: Mapping[str, Floats]) 
     goal, found = votes["counted"][max(BLOCKS) - 1], {}
 
     def reached(curve: Floats) -> Floats:
-        return np.nan_to_num(samples_needed(curve, goal), nan=math.inf)
+        return np.nan_to_num(estimates.samples_needed(curve, goal), nan=math.inf)
 
     for name, curve in votes.items():
         each = response + (query if name in (P_TRUE, ADAPTER) else 0)
@@ -545,25 +483,20 @@ def _tokens_to_accuracy(report: Mapping[str, Any], votes: Mapping[str, Floats]) 
     return found
 
 
-def _generators(
-    jobs: Jobs, pool: Pool, columns: Mapping[str, Columns], votes: Mapping[str, Floats]
-) -> dict[str, dict[str, list[float | None]]]:
+def _generators(jobs: Jobs, pool: Pool, columns: Mapping[str, Columns], votes: Mapping[str, Floats]) -> dict[str, Any]:
     """Return each generator with its own confidence: the base model by P(True) and by the adapter, the joint one."""
-    found = {}
-    for label, name in (("base, P(True)", P_TRUE), ("base, activated adapter", ADAPTER)):
-        if name in columns:
-            found[label] = _generator(columns[name], votes["counted"], votes[name])
-    if jobs.tested == "test" and (jobs.joint_test / "manifest.json").is_file():
-        own = entries(jobs.joint_test, "test")
-        if len(own) == len(pool):
-            curves = (vote_columns(own, [name], range(1, max(BLOCKS) + 1)) for name in (None, P_TRUE))
-            found["joint, P(True)"] = _generator(Columns.of(own, [P_TRUE]), *curves)
-    return found
-
-
-def _generator(columns: Columns, counted: Floats, weighted: Floats) -> dict[str, list[float | None]]:
-    row = {metric: triple(columns.estimate(metric)) for metric in (PASS_AT_1, AUROC, ECE, BRIER)}
-    return row | {"votes_4": triple(estimate_of(counted[3])), "weighted_4": triple(estimate_of(weighted[3]))}
+    names = {"base, P(True)": P_TRUE, "base, activated adapter": ADAPTER}
+    found = {label: (columns[name], votes["counted"], votes[name]) for label, name in names.items() if name in columns}
+    joint = jobs.folder / real.JOINT / "test"
+    own = entries(joint, "test") if jobs.tested == "test" and (joint / "manifest.json").is_file() else []
+    if len(own) == len(pool):
+        curves = (vote_columns(own, [name], range(1, max(BLOCKS) + 1)) for name in (None, P_TRUE))
+        found["joint, P(True)"] = (Columns.of(own, [P_TRUE]), *curves)
+    return {
+        label: {metric: triple(column.estimate(metric)) for metric in (PASS_AT_1, AUROC, ECE, BRIER)}
+        | {"votes_4": triple(estimate_of(counted[3])), "weighted_4": triple(estimate_of(weighted[3]))}
+        for label, (column, counted, weighted) in found.items()
+    }
 
 
 def _same_texts(folder: Path) -> list[float | None]:
@@ -577,40 +510,37 @@ def _same_texts(folder: Path) -> list[float | None]:
 
 def _second_draw(jobs: Jobs) -> dict[str, list[float | None]]:
     """Return the AUROC of some confidences on a second draw of test responses."""
-    name = f"{LEAVE_ONE_OUT}_0"
-    if not _is_whole(jobs.second, "test", name):
+    name, second = f"{LEAVE_ONE_OUT}_0", jobs.folder / "test_2"
+    if not _is_whole(second, "test", name):
         return {}
-    pool = with_cheap(entries(jobs.second, "test", [name]), agreement_of_kinds(entries(jobs.samples, "train")), [name])
+    pool = with_cheap(entries(second, "test", [name]), agreement_of_kinds(entries(jobs.samples, "train")), [name])
     shown = {LIKELIHOOD: LIKELIHOOD, "share_4_likelihood": "share_4_likelihood", ADAPTER: name}
     return {one: triple(Columns.of(pool, [column]).estimate(AUROC)) for one, column in shown.items()}
 
 
 def _other_ways(jobs: Jobs) -> dict[str, dict[str, list[float | None]]]:
     """Return what adapters trained in other ways reach on the validation questions."""
-    ways = [way for way in (LEAVE_ONE_OUT, *OTHER_WAYS) if _is_whole(jobs.samples, "validation", f"{way}_0")]
+    ways = [way for way in (LEAVE_ONE_OUT, *real.OTHER_WAYS) if _is_whole(jobs.samples, "validation", f"{way}_0")]
     if len(ways) < 2:
         return {}
     pool = entries(jobs.samples, "validation", [f"{way}_0" for way in ways])
-    columns = {way: Columns.of(pool, [f"{way}_0"]) for way in ways}
-    return {way: {metric: triple(column.estimate(metric)) for metric in (AUROC, ECE, BRIER)}
-            for way, column in columns.items()}  # fmt: skip
+    found = {way: Columns.of(pool, [f"{way}_0"]) for way in ways}
+    return {way: {metric: triple(one.estimate(metric)) for metric in (AUROC, ECE, BRIER)} for way, one in found.items()}
 
 
 def _work(jobs: Jobs, report: Mapping[str, Any]) -> dict[str, float | None]:
     """Return what training takes, and what 1,000 responses take to be scored and to be sampled."""
     costs, tested = jobs.costs(), f"{jobs.tested} ({jobs.tested})"
-    trained = [used for what, used in costs.items() if what.startswith(f"train, {LEAVE_ONE_OUT}/")]
-    scored = [used for what, used in costs.items() if what.startswith(f"score {tested}, {LEAVE_ONE_OUT}_")]
-    sampled = [used for what, used in costs.items() if what in (f"sample {tested}", "sample test (test_2)")]
     training = sum(one.num_tokens or 0 for entry in entries(jobs.samples, "train") for one in entry.samples)
-    means = [float(np.mean(seconds)) if seconds else None for seconds in (trained, scored, sampled)]
-    thousand = 1_000 / report["responses"]
-    return {
-        "training_tokens": training,
-        "training_seconds": means[0],
-        "scoring_seconds": means[1] and means[1] * thousand,
-        "sampling_seconds": means[2] and means[2] * thousand,
-    }
+    found, thousand = {"training_tokens": training}, 1_000 / report["responses"]
+    for key, per, begins in (
+        ("training", 1.0, f"train, {LEAVE_ONE_OUT}/"),
+        ("scoring", thousand, f"score {tested}, {LEAVE_ONE_OUT}_"),
+        ("sampling", thousand, (f"sample {tested}", "sample test (test_2)")),
+    ):
+        seconds = [used for what, used in costs.items() if what.startswith(begins)]
+        found[f"{key}_seconds"] = float(np.mean(seconds)) * per if seconds else None
+    return found
 
 
 def _criteria(
@@ -668,19 +598,14 @@ def _by_known_names(pool: Pool, adapters: Sequence[str]) -> dict[str, Any]:
     return found
 
 
-def is_met(options: Options, report: Mapping[str, Any]) -> bool:
-    """Return whether all targets are met; the demonstration is too small to be held to them."""
-    return options.demo or all(row["met"] for task in report["tasks"].values() for row in task.get("criteria", ()))
-
-
 TITLES = {
     FACTS: "Facts about countries",
     WIKIDATA: "Facts from Wikidata",
-    f"{WIKIDATA}/{CONFIRMATION}": "Facts from Wikidata, new questions",
-    ARITHMETIC: "Arithmetic in words",
-    f"{ARITHMETIC}/{CONFIRMATION}": "Arithmetic in words, new questions",
-    f"{GEMMA}/{FACTS}": "Facts about countries, Gemma 3 270M",
-    f"{GEMMA}/{WIKIDATA}": "Facts from Wikidata, Gemma 3 270M",
+    f"{WIKIDATA}/{real.CONFIRMATION}": "Facts from Wikidata, new questions",
+    real.ARITHMETIC: "Arithmetic in words",
+    f"{real.ARITHMETIC}/{real.CONFIRMATION}": "Arithmetic in words, new questions",
+    f"{real.GEMMA}/{FACTS}": "Facts about countries, Gemma 3 270M",
+    f"{real.GEMMA}/{WIKIDATA}": "Facts from Wikidata, Gemma 3 270M",
 }
 
 
@@ -688,10 +613,10 @@ def as_markdown(report: Mapping[str, Any]) -> str:
     last = "" if report["command"] == "make report-real" else f" (last: `{report['command']}`)"
     lines = [
         f"Command: `make report-real`{last}. {report['samples']} responses to a question, each to its own end (limit "
-        f"{MAX_NEW_TOKENS} tokens). All confidences are of the same test responses. 95 % intervals over questions, "
-        "over countries for facts about countries, and over training seeds where there are several (in brackets: "
-        "each). *samples*: how many responses to the question a confidence needs; *labels*: which labelled questions "
-        "it needs.",
+        f"{real.MAX_NEW_TOKENS} tokens). All confidences are of the same test responses. 95 % intervals over "
+        "questions, over countries for facts about countries, and over training seeds where there are several (in "
+        "brackets: each). *samples*: how many responses to the question a confidence needs; *labels*: which labelled "
+        "questions it needs.",
         "",
         *_overview(report["tasks"]),
         "",
@@ -741,8 +666,8 @@ def _work_table(tasks: Mapping[str, Any]) -> list[str]:
 
 
 def _task_lines(name: str, task: Mapping[str, Any]) -> list[str]:
-    seeds = ", ".join(map(str, task["seeds"]))
-    trained = f"{seeds}, at a learning rate of {task['learning_rate']}" if seeds else "none"
+    seeds, rate = ", ".join(map(str, task["seeds"])), task["learning_rate"]
+    trained = f"{seeds}, at a learning rate of {rate}" if seeds else "none"
     gpu = "gpu" in task
     sampled = f"{task['model']}, on an {task['gpu']['name']}" if gpu else task["model"]
     lines = [
@@ -768,14 +693,12 @@ def _task_lines(name: str, task: Mapping[str, Any]) -> list[str]:
         lines += ["", f"AUROC on a second draw of test responses, training seed 0: {found}."]
     if task.get("other_ways"):
         rows = [
-            [OTHER_WAYS.get(way, "as above, seed 0"), *(show(row[metric]) for metric in (AUROC, ECE, BRIER))]
+            [real.OTHER_WAYS.get(way, "as above, seed 0"), *(show(row[metric]) for metric in (AUROC, ECE, BRIER))]
             for way, row in task["other_ways"].items()
         ]
         lines += ["", f"Other ways to train, on the {task['validation']} validation questions:", "",
                   *table(["adapter", "AUROC", "ECE", "Brier"], rows)]  # fmt: skip
-    rows = [
-        [VOTES[weight], *(show(curve[size - 1]) for size in SHOWN_VOTES)] for weight, curve in task["votes"].items()
-    ]
+    rows = [[VOTES[one], *(show(curve[size - 1]) for size in SHOWN_VOTES)] for one, curve in task["votes"].items()]
     for other, gain in task.get("vote_gains", {}).items():
         rows.append([f"adapter above {VOTES[other]}", *(show(gain[size - 1], "+") for size in SHOWN_VOTES)])
     lines += ["", *table(["votes weighted by", *(f"{size} samples" for size in SHOWN_VOTES)], rows)]
@@ -815,9 +738,8 @@ def _task_lines(name: str, task: Mapping[str, Any]) -> list[str]:
 
 def figure(report: Mapping[str, Any]) -> Figure:
     drawing = Figure(figsize=(11, 4.2 * len(report["tasks"])), layout="constrained")
-    for (left, right), (name, task) in zip(
-        drawing.subplots(len(report["tasks"]), 2, squeeze=False), report["tasks"].items(), strict=True
-    ):
+    grid = drawing.subplots(len(report["tasks"]), 2, squeeze=False)
+    for (left, right), (name, task) in zip(grid, report["tasks"].items(), strict=True):
         rows = [one for one in reversed(task["confidences"]) if not one.endswith("_scaled")]
         for place, one in enumerate(rows):
             value, low, high = task["confidences"][one][AUROC]
@@ -842,7 +764,9 @@ def figure(report: Mapping[str, Any]) -> Figure:
 STUDY = Study(
     "real/report_real.py", {}, run, assemble, as_markdown, figure, arguments=arguments, complete=complete,
     collect="--figures", alone="make report-real", layout={"dpi": 110, "indent": 1}, image="report_real.png",
-    met=is_met,
+    met=lambda options, report: (
+        options.demo or all(row["met"] for task in report["tasks"].values() for row in task.get("criteria", ()))
+    ),
 )  # fmt: skip
 
 if __name__ == "__main__":

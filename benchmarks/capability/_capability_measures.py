@@ -4,19 +4,18 @@ A calibration error has bounds instead, since it is above 0 by chance. All seeds
 """
 
 import statistics
-import time
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import torch
-from shared.estimates import Column, estimated, metric_columns, with_question_confidence
-from shared.jobs import run_once
+from shared.estimates import RESAMPLES, Column, column_over_seeds, estimated, metric_columns, with_question_confidence
+from shared.jobs import run_once, seconds_of
 from shared.study import SAMPLED, SPLITS, TASK, TESTS, Options, configuration, train_on, write_configuration
-from shared.tables import End, holds
-from shared.timing import SAMPLING, requests_of
+from shared.tables import End, holds, triple
+from shared.timing import SAMPLING, measured_once, requests_of, timed
 
 from selfcal_lightning.capability import evaluation
 from selfcal_lightning.capability.budgets import SEQUENTIAL, UNIFORM, solved_columns
@@ -24,12 +23,7 @@ from selfcal_lightning.capability.estimators import averaged_names
 from selfcal_lightning.capability.features import PromptModel, open_features, read_features
 from selfcal_lightning.capability.fitted_maps import fit_capability_maps
 from selfcal_lightning.capability.probe import LEAST_QUESTIONS, fit_probe
-from selfcal_lightning.capability.question_table import (
-    CapabilityPool,
-    QuestionTable,
-    load_capability_pool,
-    question_table,
-)
+from selfcal_lightning.capability.question_table import QuestionTable, load_capability_pool, question_table
 from selfcal_lightning.confidence.scoring_model import ModelSettings
 from selfcal_lightning.data.store.annotations import question_values
 from selfcal_lightning.data.store.shards import question_digest
@@ -40,7 +34,8 @@ from selfcal_lightning.engines.transformers.engine import TransformersEngine
 from selfcal_lightning.evaluation.curves import powers_of_two
 from selfcal_lightning.evaluation.metrics import scored_responses
 from selfcal_lightning.metrics.arrays import AUROC, BRIER, ECE, Array, Floats
-from selfcal_lightning.metrics.bootstrap import Estimate, calibration_error_bounds, resample_weights
+from selfcal_lightning.metrics.bootstrap import calibration_error_bounds, resample_weights
+from selfcal_lightning.metrics.calibration import ErrorBounds
 from selfcal_lightning.metrics.capability import pass_at_k, squared_errors
 from selfcal_lightning.metrics.discrimination import spearman
 
@@ -63,24 +58,22 @@ def run_seed(plan: Options, seed: int) -> None:
     for name, target in TARGETS.items():
         probe = str(folder / name)
         run_once(folder, "fit-probe", "--pool", train, "--output", probe, "--target", target)
-        run_once(
-            folder, "score-questions", "--probe", probe, "--store_dir", tests, "--name", name, "--overwrite", "true"
-        )
+        stored = "--store_dir", tests, "--name", name, "--overwrite", "true"
+        run_once(folder, "score-questions", "--probe", probe, *stored)
     run_once(folder, "score-questions", "--estimator", BEFORE, "--store_dir", tests)
     epochs = max(round(TAUGHT_ROWS / plan.train), 1)
     trainer = {"max_epochs": epochs, "check_val_every_n_epoch": epochs}
-    _fit(plan, folder, seed, TAUGHT, "capability/taught.yaml", limit=plan.train, trainer=trainer)
+    _fit(plan, seed, TAUGHT, "capability/taught.yaml", limit=plan.train, trainer=trainer)
     run_once(folder, "score-questions", "--estimator", BEFORE, "--adapter", str(folder / TAUGHT / "adapter"),
         "--store_dir", tests, "--name", TAUGHT)  # fmt: skip
-    _fit(plan, folder, seed, AWAKE, "demo.yaml", limit=min(CALIBRATED_ON, plan.train), trainer={})
+    _fit(plan, seed, AWAKE, "demo.yaml", limit=min(CALIBRATED_ON, plan.train), trainer={})
     run_once(folder, "score", "--estimator", "p_true", "--store_dir", tests, "--model", "bundled",
         "--adapter", str(folder / AWAKE / "adapter"), "--name", AWAKE, "--engine.max_batch", "512")  # fmt: skip
 
 
-def _fit(
-    plan: Options, folder: Path, seed: int, name: str, source: str, *, limit: int, trainer: dict[str, Any]
-) -> None:
-    place, keep = folder / name, {"CalibrationCurve", "AdapterExport"}
+def _fit(plan: Options, seed: int, name: str, source: str, *, limit: int, trainer: dict[str, Any]) -> None:
+    folder, keep = plan.folder(seed), {"CalibrationCurve", "AdapterExport"}
+    place = folder / name
     config = configuration(source, seed=seed, folder=place, adapter=place / "adapter", keep=keep)
     config["trainer"] |= trainer
     data = train_on(config, folder / "train", limit=limit)
@@ -88,13 +81,12 @@ def _fit(
     run_once(folder, "fit", "--config", str(write_configuration(place / "config.yaml", config)))
 
 
-RESAMPLES = 1000
 READ = 5  # responses of a question that estimates from responses read
 LEFT_OUT = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5)
 SUBSETS = 50  # of half of the responses, for the debiased error
 FROM_PROMPTS = (PROBE, LABELLED, BEFORE, TAUGHT)
 FROM_RESPONSES = ("agreeing_pairs", "top_share", "mean_logprob", "p_true", AWAKE)
-Columns = dict[str, Column]
+Columns, Questions = dict[str, Column], evaluation.TestQuestions
 
 
 def measure_seed(folder: Path) -> Columns:
@@ -116,7 +108,7 @@ def measure_seed(folder: Path) -> Columns:
     return found
 
 
-def estimate_columns(test: evaluation.TestQuestions, calibration: evaluation.TestQuestions, weights: Floats) -> Columns:
+def estimate_columns(test: Questions, calibration: Questions, weights: Floats) -> Columns:
     truth, shares = test.truth, test.truth.expected_accuracy
     spread = evaluation.capability_spread(truth.num_correct, truth.num_samples, weights)
     found: Columns = {"constant/mse": spread}
@@ -142,9 +134,7 @@ def pass_at_k_squared_errors(predicted: Floats, num_samples: Array, num_correct:
     return predicted**2 - 2.0 * predicted * (1.0 - once) + 1.0 - 2.0 * once + twice
 
 
-def application_columns(
-    test: evaluation.TestQuestions, calibration: evaluation.TestQuestions, weights: Floats
-) -> Columns:
+def application_columns(test: Questions, calibration: Questions, weights: Floats) -> Columns:
     truth = test.truth
     least = int(min(truth.num_samples.min(), calibration.truth.num_samples.min()))
     ks = powers_of_two(least)
@@ -165,12 +155,10 @@ def application_columns(
     found["budgets"] = np.repeat(np.array(budgets, dtype=np.float64)[:, None], weights.shape[1], axis=1)
     found |= {f"solved/{way}": column for way, column in solved.items()}
     found |= {f"gain/{way}": column - solved[UNIFORM] for way, column in solved.items()}
-    for name, values in {**few[0].estimates, evaluation.ORACLE: truth.expected_accuracy}.items():
-        rows = [
-            evaluation.lost_column(truth.expected_accuracy, evaluation.asked_questions(values, share), weights)
-            for share in LEFT_OUT
-        ]
-        found[f"lost/{name}"] = np.stack(rows)
+    shares = truth.expected_accuracy
+    for name, values in {**few[0].estimates, evaluation.ORACLE: shares}.items():
+        asked = (evaluation.asked_questions(values, share) for share in LEFT_OUT)
+        found[f"lost/{name}"] = np.stack([evaluation.lost_column(shares, one, weights) for one in asked])
     return found
 
 
@@ -209,13 +197,13 @@ def size_columns(folder: Path) -> Columns:
     }
     found: Columns = {}
     for kind, draws in kinds.items():
-        probes = [fit_probe(_rows(own, at), some, target="label", origin={}, sampling=None) for at, some in draws]
+        read = ((PromptStates(own.last_token[at], own.token_mean[at]), some) for at, some in draws)
+        probes = [fit_probe(*one, target="label", origin={}, sampling=None) for one in read]
         for split, pool in tests.items():
-            table = question_table(pool.pool.entries)
-            weights = resample_weights(len(table), num_resamples=RESAMPLES)
-            errors = [
-                squared_errors(probe.predict(states[split]), table.num_correct, table.num_samples) for probe in probes
-            ]
+            truth = question_table(pool.pool.entries)
+            weights = resample_weights(len(truth), num_resamples=RESAMPLES)
+            counts = truth.num_correct, truth.num_samples
+            errors = [squared_errors(probe.predict(states[split]), *counts) for probe in probes]
             found[f"{split}/size/{kind}"] = np.mean(errors, axis=0) @ weights
     return found
 
@@ -244,17 +232,13 @@ def processor_seconds() -> tuple[float, float]:
     requests = requests_of(questions, engine.chat, SAMPLING)
     reading, answering = [], []
     for _ in range(TURNS):
-        started = time.process_time()
-        engine.prompt_states(prompts, LevelSettings())
-        between = time.process_time()
-        generate(engine, requests)
-        reading.append((between - started) / len(prompts))
-        answering.append((time.process_time() - between) / len(prompts))
+        reading.append(timed(lambda: engine.prompt_states(prompts, LevelSettings()))[1] / len(prompts))
+        answering.append(timed(lambda: generate(engine, requests))[1] / len(prompts))
     engine.close()
     return statistics.median(reading), statistics.median(answering)
 
 
-def _states(pool: CapabilityPool, store: Path) -> PromptStates:
+def _states(pool: Any, store: Path) -> PromptStates:
     """Return the hidden states that `fit-probe` and `score-questions` have put beside a store."""
     levels = LevelSettings()
     with PromptModel(ModelSettings("bundled", None, EngineOptions()), pool.fingerprint) as model:
@@ -262,30 +246,20 @@ def _states(pool: CapabilityPool, store: Path) -> PromptStates:
         return read_features(model, pool.questions, folder, levels)
 
 
-def _rows(states: PromptStates, rows: Floats) -> PromptStates:
-    return PromptStates(states.last_token[rows], states.token_mean[rows])
-
-
 ENDS: Mapping[str, End] = {"": "value", "lower": "low", "upper": "high"}
 BUDGETS = (8, 4)  # of the plan, and one at a time
 LOST_AT = 0.2
+DIGITS = 5  # seconds of a prompt's pass are small numbers
 
 
-@dataclass(frozen=True)
-class Check:
-    what: str
-    found: Estimate
-    held_to: str
-    holds: bool
-
-    @classmethod
-    def of(cls, what: str, column: Column, held_to: str) -> Self:
-        """Hold a column [1 + R] or a calibration error, or an end of its interval, to a bound."""
-        found, (*words, sign, limit) = estimated(column), held_to.split()
-        return cls(what, found, held_to, holds(found, ENDS["".join(words[:1])], sign, float(limit)))
+def check(what: str, column: Column, held_to: str) -> dict[str, Any]:
+    """Hold a column [1 + R] or a calibration error, or an end of its interval, to a bound."""
+    found, (*words, sign, limit) = estimated(column), held_to.split()
+    met = holds(found, ENDS["".join(words[:1])], sign, float(limit))
+    return {"what": what, "found": triple(found, digits=DIGITS), "held_to": held_to, "holds": met}
 
 
-def targets(columns: Columns, *, seconds: tuple[float, float]) -> list[Check]:
+def targets(columns: Columns, *, seconds: Sequence[float]) -> list[dict[str, Any]]:
     probe, far = columns[f"id/{PROBE}/mse"], columns[f"ood/{PROBE}/mse"]
     agreeing = columns["id/agreeing_pairs/mse"] - columns["id/top_share/mse"]
     whole, one, few = (columns[f"id/size/{kind}"] for kind in ("all", "one response", "few questions"))
@@ -323,4 +297,29 @@ def targets(columns: Columns, *, seconds: tuple[float, float]) -> list[Check]:
         ("debiased MSE of half of the responses off that of all", columns["id/half of the responses"], "<= 0.005"),
         ("processor time of the probe over that of one response", np.array([seconds[0] / seconds[1]]), "<= 0.4"),
     ]  # fmt: skip
-    return [Check.of(what, column, held_to) for what, column, held_to in checks if column is not None]
+    return [check(what, column, held_to) for what, column, held_to in checks if column is not None]
+
+
+def assemble(plan: Options) -> dict[str, Any]:
+    folders = [plan.folder(seed) for seed in plan.seeds]
+    columns = over_seeds([measure_seed(one) | size_columns(one) | confidence_columns(one) for one in folders])
+    seconds = measured_once(plan.output / "seconds.json", processor_seconds)
+    return {
+        "seeds": plan.seeds,
+        "sizes": {**plan.sizes("train", "train_samples"), "samples": plan.num_samples, **plan.parts},
+        "processor_minutes": sum(sum(seconds_of(folder).values()) for folder in folders) / 60.0,
+        "seconds": {"a prompt's states": seconds[0], "a response": seconds[1]},
+        "checks": targets(columns, seconds=seconds),
+        "measured": {key: as_json(column) for key, column in columns.items()},
+    }
+
+
+def over_seeds(found: Sequence[Columns]) -> Columns:
+    keys = dict.fromkeys(key for one in found for key in one)
+    return {key: column_over_seeds([one[key] for one in found if key in one]) for key in keys}
+
+
+def as_json(column: Column) -> Any:
+    if not isinstance(column, ErrorBounds) and column.ndim > 1:
+        return [as_json(row) for row in column]
+    return triple(estimated(column), digits=DIGITS)

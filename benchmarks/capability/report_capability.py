@@ -1,47 +1,25 @@
 """``make report-capability``: how well we know the bundled model's capability before it answers."""
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from _capability_measures import (
-    AWAKE,
-    BEFORE,
-    LABELLED,
-    LEFT_OUT,
-    PROBE,
-    READ,
-    TAUGHT,
-    Columns,
-    confidence_columns,
-    measure_seed,
-    processor_seconds,
-    run_seed,
-    size_columns,
-    targets,
-)
+from _capability_measures import AWAKE, BEFORE, LABELLED, LEFT_OUT, PROBE, READ, TAUGHT, assemble, run_seed
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from shared.estimates import Column, column_over_seeds, estimated
-from shared.jobs import seconds_of
-from shared.study import TESTS, Options, Study
-from shared.tables import section, show, table, triple
-from shared.timing import measured_once
+from shared.study import TESTS, TITLES, Study
+from shared.tables import section, show, table
 
 from selfcal_lightning.capability.budgets import SEQUENTIAL, UNIFORM
 from selfcal_lightning.capability.evaluation import ORACLE
 from selfcal_lightning.metrics.arrays import AUROC, BRIER, ECE
-from selfcal_lightning.metrics.calibration import ErrorBounds
 from selfcal_lightning.metrics.drawing import AFTER, GREY, RIGHT, WRONG, frame
 from selfcal_lightning.metrics.drawing import BEFORE as BLUE
 
-# Seconds of a prompt's pass are small numbers.
-DIGITS = 5
 SIZES = {
     "train": (2000, "training questions"),
     "train_samples": (10, "responses to each"),
@@ -52,36 +30,9 @@ SIZES = {
 }
 
 
-def assemble(plan: Options) -> dict[str, Any]:
-    folders = [plan.folder(seed) for seed in plan.seeds]
-    columns = over_seeds([measure_seed(one) | size_columns(one) | confidence_columns(one) for one in folders])
-    seconds = measured_once(plan.output / "seconds.json", processor_seconds)
-    checks = targets(columns, seconds=seconds)
-    return {
-        "seeds": plan.seeds,
-        "sizes": {**plan.sizes("train", "train_samples"), "samples": plan.num_samples, **plan.parts},
-        "processor_minutes": sum(sum(seconds_of(folder).values()) for folder in folders) / 60.0,
-        "seconds": {"a prompt's states": seconds[0], "a response": seconds[1]},
-        "checks": [{**asdict(check), "found": triple(check.found, digits=DIGITS)} for check in checks],
-        "measured": {key: _plain(column) for key, column in columns.items()},
-    }
-
-
-def over_seeds(found: Sequence[Columns]) -> Columns:
-    keys = dict.fromkeys(key for one in found for key in one)
-    return {key: column_over_seeds([one[key] for one in found if key in one]) for key in keys}
-
-
-def _plain(column: Column) -> Any:
-    if not isinstance(column, ErrorBounds) and column.ndim > 1:
-        return [_plain(row) for row in column]
-    return triple(estimated(column), digits=DIGITS)
-
-
 _show = partial(show, missing="–")
 # Value and ends of an interval by key; a list of these for what has several budgets, shares or k.
 Measured = Mapping[str, Any]
-WORDS = {"id": "in domain", "ood": "out of domain"}
 MAPPED = " + isotonic"
 # Name of each estimate, the responses that it reads, and whether labels are needed.
 ESTIMATES: Mapping[str, tuple[str, int, bool]] = {
@@ -104,16 +55,12 @@ ESTIMATES: Mapping[str, tuple[str, int, bool]] = {
 }
 WAYS = {"power": "1 - (1 - p)^k", "beta": "a Beta distribution", "inflated_beta": "an inflated Beta distribution",
         "maps": "an isotonic map for each k"}  # fmt: skip
-CONFIDENCES = {
-    PROBE: ("label-free probe",),
-    "p_true": ("P(True) of the base model",),
-    AWAKE: ("P(True), self-calibrated",),
-}
-ABSTAINING = {PROBE: ("label-free probe",), LABELLED: ("probe, fitted to labels",), ORACLE: ("oracle",)}
+CONFIDENCES = {PROBE: "label-free probe", "p_true": "P(True) of the base model", AWAKE: "P(True), self-calibrated"}
+ABSTAINING = {PROBE: "label-free probe", LABELLED: "probe, fitted to labels", ORACLE: "oracle"}
 TRAINED_ON = {
-    "all": ("all questions, all responses",),
-    "one response": ("all questions, one response each",),
-    "few questions": ("a tenth of the questions, all responses",),
+    "all": "all questions, all responses",
+    "one response": "all questions, one response each",
+    "few questions": "a tenth of the questions, all responses",
 }
 
 
@@ -145,42 +92,35 @@ def head(report: Mapping[str, Any]) -> str:
     return " ".join(sentences)
 
 
-def by_split(
-    heads: Sequence[str],
-    rows: Mapping[str, Sequence[str]],
-    measures: Mapping[str, str],
-    cell: Callable[[str, str, str], str],
-) -> list[str]:
-    """Return a table of the rows that were measured, with the measures of each split."""
-    first = next(iter(measures))
-    there = {name: words for name, words in rows.items() if cell(TESTS[0], name, first)}
-    cells = ([*names, *(cell(split, one, key) for split in TESTS for key in measures)] for one, names in there.items())
-    return table([*heads, *(f"{text}, {WORDS[split]}" for split in TESTS for text in measures.values())], cells)
-
-
 def split_tables(measured: Measured) -> dict[str, list[str]]:
-    def cell(pattern: str) -> Callable[[str, str, str], str]:
-        def shown(split: str, name: str, key: str) -> str:
-            found = measured.get(pattern.format(split=split, name=name, key=key))
-            return "" if found is None else _show(found)
+    shares, keys = (0.1, 0.2, 0.5), [f"{split}/lost/{name}" for split in TESTS for name in ABSTAINING]
+    lost = {f"{key}/{share}": measured[key][LEFT_OUT.index(share)] for key in keys for share in shares}
+    single = ((key, found) for key, found in {**measured, **lost}.items() if not isinstance(found[0], list))
+    cells = {key: _show(found) for key, found in single}
 
-        return shown
+    def by_split(heads: str, rows: Mapping[str, str], measures: Mapping[str, str], pattern: str) -> list[str]:
+        """Return a table of the rows that were measured, with the measures of each split."""
+        first, columns = heads.split(" | "), [(split, key) for split in TESTS for key in measures]
+        head, found = [*first, *(f"{measures[key]}, {TITLES[split]}" for split, key in columns)], []
+        for name, words in rows.items():
+            shown = [cells.get(pattern.format(split, name, key), "") for split, key in columns]
+            found.append(words.split(" | ") + shown)
+        return table(head, [row for row in found if row[len(first)]])
 
-    estimates = {one: (name, str(read), "yes" if labels else "no") for one, (name, read, labels) in ESTIMATES.items()}
     errors = {"curve error": "error of the curve", "pass@half": "error of the question, at half of the responses"}
     return {
-        "estimates": by_split(["estimate", "responses", "labels"], estimates,
-                              {"mse": "MSE", "spearman": "Spearman", "ece": "ECE"}, cell("{split}/{name}/{key}")),
-        "responses": by_split(["confidence in a response"], CONFIDENCES, {AUROC: "AUROC", ECE: "ECE", BRIER: "Brier"},
-                              cell("{split}/response/{name}/{key}")),
-        "pass_at_k": by_split(["pass@k of the label-free probe by"], {way: (words,) for way, words in WAYS.items()},
-                              errors, cell(f"{{split}}/{PROBE}/{{key}}/{{name}}")),
-        "budgets": budget_table(measured),
-        "abstention": by_split(
-            ["right responses lost by"], ABSTAINING, {str(share): f"{share:.0%} left out" for share in (0.1, 0.2, 0.5)},
-            lambda split, name, share: _show(measured[f"{split}/lost/{name}"][LEFT_OUT.index(float(share))]),
+        "estimates": by_split(
+            "estimate | responses | labels",
+            {one: f"{name} | {read} | {'yes' if labels else 'no'}" for one, (name, read, labels) in ESTIMATES.items()},
+            {"mse": "MSE", "spearman": "Spearman", "ece": "ECE"}, "{}/{}/{}",
         ),
-        "sizes": by_split(["probe, fitted to labels, on"], TRAINED_ON, {"": "MSE"}, cell("{split}/size/{name}")),
+        "responses": by_split("confidence in a response", CONFIDENCES, {AUROC: "AUROC", ECE: "ECE", BRIER: "Brier"},
+                              "{}/response/{}/{}"),
+        "pass_at_k": by_split("pass@k of the label-free probe by", WAYS, errors, f"{{0}}/{PROBE}/{{2}}/{{1}}"),
+        "budgets": budget_table(measured),
+        "abstention": by_split("right responses lost by", ABSTAINING,
+                               {str(share): f"{share:.0%} left out" for share in shares}, "{}/lost/{}/{}"),
+        "sizes": by_split("probe, fitted to labels, on", TRAINED_ON, {"": "MSE"}, "{}/size/{}"),
     }  # fmt: skip
 
 
@@ -194,7 +134,7 @@ def budget_table(measured: Measured) -> list[str]:
             if way != UNIFORM:
                 gains = measured[f"{split}/gain/{way}"]
                 rows.append([f"- {way}", *(_show(gain, "+") for gain in gains)])
-        tables.append(table([f"solved, {WORDS[split]}", *(f"{budget} samples" for budget in budgets)], rows))
+        tables.append(table([f"solved, {TITLES[split]}", *(f"{budget} samples" for budget in budgets)], rows))
     return [*tables[0], "", *tables[1]]
 
 
@@ -215,7 +155,7 @@ def _draw_errors(axes: Axes, measured: Measured) -> None:
         for at, name in enumerate(names):
             value, *ends = measured[f"{split}/{name}/mse"]
             axes.plot(ends, [at + shift] * 2, color=GREY, linewidth=1.2)
-            axes.plot(value, at + shift, "o", markersize=4, color=colour, label=WORDS[split] if not at else None)
+            axes.plot(value, at + shift, "o", markersize=4, color=colour, label=TITLES[split] if not at else None)
     axes.set_yticks(range(len(names)), [f"{ESTIMATES[name][0]} ({ESTIMATES[name][1]})" for name in names], fontsize=7)
     axes.set(xlabel="squared error of capability", title="Estimates (responses that they read)")
 
@@ -256,7 +196,7 @@ def _draw_abstention(axes: Axes, measured: Measured) -> None:
     for split, style in (("id", "-"), ("ood", "--")):
         for name, words, colour in ((PROBE, "label-free probe", AFTER), (ORACLE, "oracle", GREY)):
             lost = _values(measured[f"{split}/lost/{name}"])
-            axes.plot(LEFT_OUT, lost, style, color=colour, marker="o", markersize=3, label=f"{words}, {WORDS[split]}")
+            axes.plot(LEFT_OUT, lost, style, color=colour, marker="o", markersize=3, label=f"{words}, {TITLES[split]}")
     axes.plot((0.0, LEFT_OUT[-1]), (0.0, LEFT_OUT[-1]), ":", color="black", linewidth=0.8, label="at random")
     axes.set(xlabel="share of questions left out", ylabel="share of right responses lost", title="Abstention")
 
@@ -267,8 +207,8 @@ def _values(rows: Sequence[Sequence[float]]) -> list[float]:
 
 STUDY = Study(
     "capability/report_capability.py", SIZES, lambda plan: [run_seed(plan, seed) for seed in plan.seeds], assemble,
-    as_markdown, figure,
-    image="report_capability.png", met=lambda _, report: all(row["holds"] for row in report["checks"]),
+    as_markdown, figure, image="report_capability.png",
+    met=lambda _, report: all(row["holds"] for row in report["checks"]),
 )  # fmt: skip
 
 if __name__ == "__main__":

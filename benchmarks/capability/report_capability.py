@@ -1,5 +1,6 @@
 """``make report-capability``: how well we know the bundled model's capability before it answers."""
 
+import argparse
 import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -11,11 +12,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from _capability_measures import AWAKE, BEFORE, LABELLED, LEFT_OUT, PROBE, READ, TAUGHT, assemble, run_seed
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from shared.study import TESTS, TITLES, Study
+from shared.study import TESTS, TITLES, Options, Study
 from shared.tables import section, show, table
 
 from selfcal_lightning.capability.budgets import SEQUENTIAL, UNIFORM
-from selfcal_lightning.capability.evaluation import ORACLE
+from selfcal_lightning.capability.evaluation import LEAST_JUDGES, ORACLE
 from selfcal_lightning.metrics.arrays import AUROC, BRIER, ECE
 from selfcal_lightning.metrics.drawing import AFTER, GREY, RIGHT, WRONG, frame
 from selfcal_lightning.metrics.drawing import BEFORE as BLUE
@@ -28,6 +29,11 @@ SIZES = {
     "calibration": (200, "labelled questions for maps"),
     "num_samples": (16, "responses to test and calibration questions"),
 }
+
+
+def complete(parser: argparse.ArgumentParser, plan: Options) -> None:
+    if plan.num_samples < (least := READ + LEAST_JUDGES):
+        parser.error(f"--num_samples must be at least {least}, got {plan.num_samples}.")
 
 
 _show = partial(show, missing="–")
@@ -207,7 +213,7 @@ def _values(rows: Sequence[Sequence[float]]) -> list[float]:
 
 STUDY = Study(
     "capability/report_capability.py", SIZES, lambda plan: [run_seed(plan, seed) for seed in plan.seeds], assemble,
-    as_markdown, figure, image="report_capability.png",
+    as_markdown, figure, complete=complete, image="report_capability.png",
     met=lambda _, report: all(row["holds"] for row in report["checks"]),
 )  # fmt: skip
 

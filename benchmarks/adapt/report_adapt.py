@@ -342,12 +342,8 @@ def round_accuracy(store_dir: str | Path, questions: Sequence[Question], *, roun
     """Return the share of right responses to each question in a round [Q], in the order of their ids."""
     store = SampleStore(store_dir)
     found = counted_samples(store, store.index(split="train", round=round), round=round)
-    entries = sorted(found, key=lambda one: one.question.id)
-    shares = [
-        sum(verdicts[sample.answer] for sample in entry.samples) / len(entry.samples)
-        for entry, verdicts in evaluation.judged_entries(entries, questions)
-    ]
-    return np.array(shares, dtype=np.float64)
+    judged = evaluation.judged_entries(sorted(found, key=lambda one: one.question.id), questions)
+    return np.array([np.mean([verdicts[sample.answer] for sample in entry.samples]) for entry, verdicts in judged])
 
 
 def rise_of_rounds(folder: Path, seeds: Sequence[int], sizes: Options) -> dict[str, float]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from shared.estimates import RESAMPLES, Column, column_over_seeds, estimated, metric_columns, with_question_confidence
+from shared.estimates import RESAMPLES, Column, Measured, column_over_seeds, estimated, with_question_confidence
 from shared.jobs import run_once, seconds_of
 from shared.study import SAMPLED, SPLITS, TASK, TESTS, Options, configuration, train_on, write_configuration
 from shared.tables import End, holds, triple
@@ -34,7 +34,7 @@ from selfcal_lightning.engines.transformers.engine import TransformersEngine
 from selfcal_lightning.evaluation.curves import powers_of_two
 from selfcal_lightning.evaluation.metrics import scored_responses
 from selfcal_lightning.metrics.arrays import AUROC, BRIER, ECE, Array, Floats
-from selfcal_lightning.metrics.bootstrap import calibration_error_bounds, resample_weights
+from selfcal_lightning.metrics.bootstrap import resample_weights
 from selfcal_lightning.metrics.calibration import ErrorBounds
 from selfcal_lightning.metrics.capability import pass_at_k, squared_errors
 from selfcal_lightning.metrics.discrimination import spearman
@@ -173,7 +173,6 @@ def half_gap(truth: QuestionTable, values: Floats) -> Floats:
 
 
 PARTS = 10  # that the training questions are dealt into, each with all of its responses
-MEASURES = (AUROC, BRIER)
 TIMED_QUESTIONS, TURNS = 128, 3
 
 
@@ -216,11 +215,9 @@ def confidence_columns(folder: Path) -> Columns:
         values = [float(value or 0.0) for value in question_values(pool.path, PROBE, keys)]
         entries = with_question_confidence(pool.pool.entries, values, name=PROBE)
         for name in (PROBE, "p_true", AWAKE):
-            scored = scored_responses(entries, name=name)
-            columns = (scored.confidence, scored.correct, scored.question_index)
-            for measure, column in metric_columns(columns, MEASURES, num_resamples=RESAMPLES).items():
-                found[f"{split}/response/{name}/{measure}"] = column
-            found[f"{split}/response/{name}/{ECE}"] = calibration_error_bounds(*columns, num_resamples=RESAMPLES)
+            one = Measured.of(scored_responses(entries, name=name))
+            found |= {f"{split}/response/{name}/{metric}": one.values[metric] for metric in (AUROC, BRIER)}
+            found[f"{split}/response/{name}/{ECE}"] = one.errors
     return found
 
 

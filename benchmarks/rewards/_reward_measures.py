@@ -316,10 +316,7 @@ Ways = Mapping[str, Mapping[str, Spent]]
 
 
 def read_pool(plan: Plan, seed: int, split: str) -> RecordedPool:
-    """Return the responses of a split with all confidences, in the order of the questions' ids.
-
-    What is fitted is fitted to the labels of the calibration questions.
-    """
+    """Return the responses of a split by question id, with all confidences, fitted to the calibration questions."""
     names = (AWAKE, *SCORED[OUTCOME], *(score_name(model) for model in SCORED if model != OUTCOME))
     read = partial(load_recorded_pool, plan.tests(seed), confidences=names, texts=False)
     calibration, wanted = read(split="calibration"), read(split=split)

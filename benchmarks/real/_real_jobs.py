@@ -3,6 +3,7 @@
 import json
 import threading
 import time
+from argparse import ArgumentParser
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -326,6 +327,12 @@ class Jobs:
 def entries(store: Path, split: str, names: Sequence[str] = ()) -> list[QuestionSamples]:
     found = SampleStore(store).samples(split=split, confidences=names)
     return sorted(found, key=lambda entry: entry.question.id)
+
+
+def check_tasks(parser: ArgumentParser, options: Any) -> None:
+    if not any(name in options.tasks for model in options.models for name in TASKS[model]):
+        have = "; ".join(f"{model}: {', '.join(TASKS[model])}" for model in options.models)
+        parser.error(f"--tasks {' '.join(options.tasks)}: no model of --models has them, but {have}.")
 
 
 def all_jobs(

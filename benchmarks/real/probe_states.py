@@ -17,7 +17,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
-from _real_jobs import ARITHMETIC, FACTS, GEMMA, SMOLLM, TASKS, WIKIDATA, Jobs, Sizes, all_jobs, entries
+from _real_jobs import ARITHMETIC, FACTS, GEMMA, SMOLLM, TASKS, WIKIDATA, Jobs, Sizes, all_jobs, check_tasks, entries
 from shared.estimates import RESAMPLES
 from shared.study import Options, Study
 from shared.tables import show, table, triple
@@ -36,8 +36,7 @@ from selfcal_lightning.records import QuestionSamples, Sample
 
 
 def every_job(options: Options) -> list[Jobs]:
-    jobs = all_jobs(options.output, options.converted, options.models, options.tasks, Sizes())
-    return [job for job in jobs if job.tested == "test"]
+    return all_jobs(options.output, options.converted, options.models, options.tasks, Sizes())
 
 
 def run(options: Options) -> None:
@@ -105,10 +104,13 @@ def as_markdown(report: Mapping[str, Any]) -> str:
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--tasks", nargs="+", default=[FACTS, WIKIDATA, ARITHMETIC], choices=TASKS[SMOLLM])
+    whole = [FACTS, WIKIDATA, ARITHMETIC]
+    parser.add_argument("--tasks", nargs="+", default=whole, choices=whole)
     parser.add_argument("--models", nargs="+", default=[SMOLLM, GEMMA], choices=list(TASKS))
     parser.add_argument("--converted", type=Path, default=Path("runs/models"), help="folder of the converted models")
 
 
+STUDY = Study("real/probe_states.py", {}, run, tables, as_markdown, arguments=arguments, complete=check_tasks)
+
 if __name__ == "__main__":
-    raise SystemExit(Study("real/probe_states.py", {}, run, tables, as_markdown, arguments=arguments).main())
+    raise SystemExit(STUDY.main())

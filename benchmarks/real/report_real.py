@@ -138,9 +138,7 @@ def complete(parser: argparse.ArgumentParser, options: Options) -> None:
     options.machine = real.Machine(options.device, options.at_once)
     places = options.output, options.converted, options.models, options.tasks
     options.jobs = real.all_jobs(*places, sizes, options.machine)
-    if not options.jobs:
-        have = "; ".join(f"{model}: {', '.join(real.TASKS[model])}" for model in options.models)
-        parser.error(f"--tasks {' '.join(options.tasks)}: no model of --models has them, but {have}.")
+    real.check_tasks(parser, options)
     if options.demo:
         options.results = options.output
 
@@ -501,10 +499,10 @@ def _generators(jobs: Jobs, pool: Pool, columns: Mapping[str, Columns], votes: M
 
 def _same_texts(folder: Path) -> list[float | None]:
     """Return how many of the responses sampled twice, with and without an activated adapter, differ."""
-    if not all((folder / name / "manifest.json").is_file() for name in ("base", "activated")):
+    stores = [folder / name for name in ("base", "activated")]
+    if not all((store / "manifest.json").is_file() for store in stores):
         return [None, None, None]
-    both = [[one.token_ids for entry in entries(folder / name, "test") for one in entry.samples]
-            for name in ("base", "activated")]  # fmt: skip
+    both = ([one.token_ids for entry in entries(store, "test") for one in entry.samples] for store in stores)
     return [float(sum(a != b for a, b in zip(*both, strict=True))), None, None]
 
 

@@ -5,8 +5,7 @@
 
 Each response gets every confidence; costs are per answer: responses drawn, further requests, tokens of both. What a
 model states is asked for as `selfcal serve` does. Brier scores are those after Platt scaling, fitted on the other four
-fifths of the questions. With `--readers`, `/v1/confidence` of one
-model's server is asked about the responses of another.
+fifths of the questions. With `--readers`, one model's server is asked about the responses of another.
 """
 
 import argparse
@@ -15,6 +14,7 @@ import statistics
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +26,12 @@ from shared.estimates import metric_columns
 from shared.study import RESULTS
 from shared.tables import show, table, triple, write_report
 from sklearn.linear_model import LogisticRegression
+from sklearn.model_selection import PredefinedSplit, cross_val_predict
 
 from selfcal_lightning.confidence.agreement import Cocoa, SemanticEntropy, SemanticShare, hybrid
-from selfcal_lightning.confidence.base import confidence_of
+from selfcal_lightning.confidence.base import MEAN_LOGPROB, P_TRUE, STATED, confidence_of
 from selfcal_lightning.confidence.verbalized import Verbalized
+from selfcal_lightning.core.plugins import load_plugins
 from selfcal_lightning.data.pools.recorded import load_recorded_pool
 from selfcal_lightning.data.store.annotations import annotation_names
 from selfcal_lightning.engines.opening import load_chat, open_engine
@@ -37,175 +39,122 @@ from selfcal_lightning.engines.settings import EngineOptions
 from selfcal_lightning.metrics.arrays import AUROC, BRIER
 from selfcal_lightning.metrics.bootstrap import bootstrap_interval, estimate_of
 from selfcal_lightning.models.chat_format import DEFAULT_QUERY
-from selfcal_lightning.records import QuestionSamples, Request, Response
+from selfcal_lightning.records import QuestionSamples, Response
 
+Pool = Sequence[QuestionSamples]
 Scores = list[list[float | None]]
 FOLDS = 5
 AGREEMENT = {
-    "share of equal answers": SemanticShare(),
-    "semantic entropy": SemanticEntropy(),
-    "CoCoA (needs log-probabilities)": Cocoa(),
+    "share of equal answers": SemanticShare,
+    "semantic entropy": SemanticEntropy,
+    "CoCoA (needs log-probabilities)": Cocoa,
 }
 
 
-class Counting:
-    """An engine that counts what it is asked and what it draws."""
-
-    def __init__(self, engine: Any) -> None:
-        self.engine, self.requests, self.tokens = engine, 0, 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.engine, name)
-
-    def submit(self, requests: Sequence[Request]) -> list[str]:
-        self.requests += len(requests)
-        return self.engine.submit(requests)
-
-    def poll(self) -> list[Response]:
-        found = self.engine.poll()
-        self.tokens += sum(len(response.token_ids) for response in found)
-        return found
-
-
-def in_groups(size: int, pool: Sequence[QuestionSamples], score: Callable[[list[QuestionSamples]], Scores]) -> Scores:
+def in_groups(size: int, pool: Pool, score: Callable[[Pool], Scores]) -> Scores:
     """Score every response within its own group of ``size``, as a server that draws so many sees it."""
     rows: Scores = []
     for entry in pool:
         starts = range(0, len(entry.samples) - size + 1, size)
         groups = [replace(entry, samples=entry.samples[start : start + size]) for start in starts]
-        values = [value for row in score(groups) for value in row]
-        rows.append([*values, *[None] * (len(entry.samples) - len(values))])
+        rows.append([*chain(*score(groups)), *[None] * (len(entry.samples) % size)])
     return rows
 
 
-def scaled(values: np.ndarray, correct: np.ndarray, question: np.ndarray) -> np.ndarray:
-    """Return Platt-scaled confidences, each fitted without the questions of its own fold."""
-    found = np.full(len(values), correct.mean())
-    for fold in range(FOLDS):
-        held = question % FOLDS == fold
-        if len(set(correct[~held])) == 2:
-            fitted = LogisticRegression(C=1e6).fit(values[~held, None], correct[~held])
-            found[held] = fitted.predict_proba(values[held, None])[:, 1]
+def columns(pool: Pool, scores: Scores) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return score, verdict and cluster of each response: the country that a fact is about, else the question."""
+    facts, names = pool[0].question.task == "country_facts", [entry.question.id for entry in pool]
+    keys = [name.rsplit("/", 1)[-1].split("-")[0] if facts else name for name in names]
+    places = {key: place for place, key in enumerate(dict.fromkeys(keys))}
+    clusters = [places[key] for key, entry in zip(keys, pool, strict=True) for _ in entry.samples]
+    correct = [bool(sample.correct) for entry in pool for sample in entry.samples]
+    return np.array([*chain(*scores)], dtype=float), np.array(correct), np.array(clusters)
+
+
+def row(name: str, pool: Pool, scores: Scores, responses: int, requests: int, tokens: float) -> dict[str, Any]:
+    """Measure a confidence on the responses that have it, and count the others."""
+    whole = columns(pool, scores)
+    known = ~np.isnan(whole[0])
+    values, correct, cluster = (column[known] for column in whole)
+    found = {"confidence": name, "responses": responses, "requests": requests, "tokens": round(tokens, 1),
+             "missing": round(1 - float(known.mean()), 4), "auroc": [None] * 3, "brier": [None] * 3}  # fmt: skip
+    if len(set(correct)) == 2:
+        model, folds = LogisticRegression(C=1e6), PredefinedSplit(cluster % FOLDS)
+        scaled = cross_val_predict(model, values[:, None], correct, cv=folds, method="predict_proba")[:, 1]
+        for key, column, metric in (("auroc", values, AUROC), ("brier", scaled, BRIER)):
+            found[key] = triple(bootstrap_interval(column, correct, cluster, metrics=[metric])[metric])
     return found
 
 
-def clusters(pool: Sequence[QuestionSamples]) -> list[int]:
-    """Return what resamples and folds keep together: the country that facts are about, else the question."""
-    names = [entry.question.id for entry in pool]
-    facts = pool[0].question.task == "country_facts"
-    keys = [name.rsplit("/", 1)[-1].split("-")[0] if facts else name for name in names]
-    numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
-    return [numbers[key] for key in keys]
-
-
-def row(
-    name: str, pool: Sequence[QuestionSamples], scores: Scores, responses: int, requests: int, tokens: float
-) -> dict[str, Any]:
-    """Measure a confidence on the responses that have it, and count the others."""
-    cells = [
-        (value, bool(sample.correct), number)
-        for number, entry, values in zip(clusters(pool), pool, scores, strict=True)
-        for sample, value in zip(entry.samples, values, strict=True)
-        if value is not None
-    ]
-    total = sum(len(entry.samples) for entry in pool)
-    found: dict[str, Any] = {
-        "confidence": name, "responses": responses, "requests": requests, "tokens": round(tokens, 1),
-        "missing": round(1 - len(cells) / total, 4),
-    }  # fmt: skip
-    if len({right for _, right, _ in cells}) < 2:
-        return found | {"auroc": [None, None, None], "brier": [None, None, None]}
-    values, correct, question = (np.array(column) for column in zip(*cells, strict=True))
-    probability = scaled(values.astype(float), correct, question)
-    return found | {
-        key: triple(bootstrap_interval(column, correct, question, metrics=[metric], num_resamples=1000)[metric])
-        for key, column, metric in (("auroc", values.astype(float), AUROC), ("brier", probability, BRIER))
-    }
-
-
 def measure(model: str, store: str, split: str, shown: Sequence[str], limit: int | None) -> dict[str, Any]:
-    """Return the table of one store."""
     names = [name for name in annotation_names(store) if name in shown]
-    pool = list(load_recorded_pool(store, split=split, confidences=names, token_ids=True, limit=limit).entries)
-    options = EngineOptions()
-    chat = load_chat(options, model, query=DEFAULT_QUERY)
-    engine = Counting(open_engine(options, model, chat=chat))
+    pool = load_recorded_pool(store, split=split, confidences=names, token_ids=True, limit=limit).entries
+    chat = load_chat(EngineOptions(), model, query=DEFAULT_QUERY)
+    engine, lengths = open_engine(EngineOptions(), model, chat=chat), list[int]()
+    poll = engine.poll
+
+    def counted() -> list[Response]:
+        found = poll()
+        lengths.extend(len(response.token_ids) for response in found)
+        return found
+
+    engine.poll = counted
     stated = Verbalized(engine, chat, max_new_tokens=64).score(pool)
-    each, asked = mean_tokens(pool), engine.tokens / max(engine.requests, 1)
+    each, asked = mean_tokens(pool), statistics.fmean(lengths or [0])
+    told = []
+    for entry, values in zip(pool, stated, strict=True):
+        samples = zip(entry.samples, values, strict=True)
+        told.append(replace(entry, samples=tuple(replace(one, confidences={STATED: value}) for one, value in samples)))
 
-    numbers = {
-        (entry.question.id, sample.index): value
-        for entry, values in zip(pool, stated, strict=True)
-        for sample, value in zip(entry.samples, values, strict=True)
-    }
+    def both(groups: Pool) -> Scores:
+        told = ([(one.answer, one.confidences[STATED]) for one in group.samples] for group in groups)
+        return [hybrid(*zip(*pairs, strict=True)) for pairs in told]
 
-    def both(groups: list[QuestionSamples]) -> Scores:
-        return [
-            hybrid([s.answer for s in group.samples], [numbers[group.question.id, s.index] for s in group.samples])
-            for group in groups
-        ]
-
-    read = {
-        "likelihood (needs log-probabilities)": "mean_logprob",
-        "P(True), base model (needs token ids)": "p_true",
-        **{f"{name}, calibrated": name for name in names},
-    }
     rows = [
         row("verbalised", pool, stated, 1, 1, each + asked),
-        row("two-sample hybrid", pool, in_groups(2, pool, both), 2, 2, 2 * (each + asked)),
+        row("two-sample hybrid", pool, in_groups(2, told, both), 2, 2, 2 * (each + asked)),
     ]
     for size in (2, 4, 8):
         for title, estimator in AGREEMENT.items():
-            scores = in_groups(size, pool, estimator.score)
-            rows.append(row(f"{title}, {size}", pool, scores, size, 0, size * each))
-    for title, name in read.items():
-        scores = [[confidence_of(sample, name) for sample in entry.samples] for entry in pool]
-        asks = name != "mean_logprob"
-        rows.append(row(title, pool, scores, 1, int(asks), each + asks * len(chat.query.suffix_ids)))
-    return {**described(model, split, pool), "rows": rows}
+            rows.append(row(f"{title}, {size}", pool, in_groups(size, pool, estimator.score), size, 0, size * each))
+    read = {"likelihood (needs log-probabilities)": MEAN_LOGPROB, "P(True), base model (needs token ids)": P_TRUE}
+    for title, name in (read | {f"{name}, calibrated": name for name in names}).items():
+        asks = name != MEAN_LOGPROB
+        rows.append(row(title, pool, recorded(pool, name), 1, int(asks), each + asks * len(chat.query.suffix_ids)))
+    return described(model, split, pool, rows)
 
 
 def read_by_another(reader: str, adapter: str, store: str, split: str, limit: int | None) -> dict[str, Any]:
     """Ask `/v1/confidence` of a server of ``reader`` about the stored responses of another model."""
-    pool = list(load_recorded_pool(store, split=split, limit=limit).entries)
+    pool = load_recorded_pool(store, split=split, limit=limit).entries
     scores: Scores = []
     with serving("--model", reader, "--adapter", adapter, "--name", "reader"):
         for entry in pool:
             messages = [{"role": message.role, "content": message.content} for message in entry.question.messages]
             bodies = ({"model": "reader", "messages": messages, "response": s.text} for s in entry.samples)
             scores.append([json.loads(call("/v1/confidence", body))["confidence"] for body in bodies])
-    each = mean_tokens(pool)
-    likelihood = [[confidence_of(sample, "mean_logprob") for sample in entry.samples] for entry in pool]
+    each, likelihood = mean_tokens(pool), recorded(pool, MEAN_LOGPROB)
     rows = [
         row("read by the other model, /v1/confidence", pool, scores, 1, 1, each),
         row("own likelihood (needs log-probabilities)", pool, likelihood, 1, 0, each),
     ]
-    return {**described(reader, split, pool), "rows": rows, "above": above(pool, scores, likelihood)}
+    resampled = (metric_columns(columns(pool, one), [AUROC], num_resamples=1000) for one in (scores, likelihood))
+    first, second = (found[AUROC] for found in resampled)
+    return described(reader, split, pool, rows) | {"above": triple(estimate_of(first - second))}
 
 
-def mean_tokens(pool: Sequence[QuestionSamples]) -> float:
+def recorded(pool: Pool, name: str) -> Scores:
+    return [[confidence_of(sample, name) for sample in entry.samples] for entry in pool]
+
+
+def mean_tokens(pool: Pool) -> float:
     return statistics.fmean(sample.num_tokens or 0 for entry in pool for sample in entry.samples)
 
 
-def described(model: str, split: str, pool: Sequence[QuestionSamples]) -> dict[str, Any]:
+def described(model: str, split: str, pool: Pool, rows: list[dict[str, Any]]) -> dict[str, Any]:
     verdicts = [bool(sample.correct) for entry in pool for sample in entry.samples]
-    right = round(statistics.fmean(verdicts), 4)
-    return {"model": model, "split": split, "questions": len(pool), "responses": len(verdicts), "right": right}
-
-
-def above(pool: Sequence[QuestionSamples], scores: Scores, others: Scores) -> list[float | None]:
-    """Return by how much the AUROC of one confidence is above another's, on the same resamples."""
-    numbers = [number for number, entry in zip(clusters(pool), pool, strict=True) for _ in entry.samples]
-    correct = [bool(sample.correct) for entry in pool for sample in entry.samples]
-
-    def flat(one: Scores) -> np.ndarray:
-        return np.array([value for values in one for value in values], dtype=float)
-
-    first, second = (
-        metric_columns((flat(one), np.array(correct), np.array(numbers)), [AUROC], num_resamples=1000)[AUROC]
-        for one in (scores, others)
-    )
-    return triple(estimate_of(first - second))
+    facts = {"model": model, "split": split, "questions": len(pool), "responses": len(verdicts)}
+    return facts | {"right": round(statistics.fmean(verdicts), 4), "rows": rows}
 
 
 def as_markdown(report: dict[str, Any]) -> str:
@@ -234,17 +183,12 @@ def main() -> None:
     parser.add_argument("--limit", type=int, help="questions of each store")
     parser.add_argument("--plugins", nargs="*", default=[])
     given = parser.parse_args()
-    if given.plugins:
-        from selfcal_lightning.core.plugins import load_plugins
-
-        load_plugins(given.plugins)
-    command = " ".join(["python", *sys.argv])
-    file = RESULTS / "black_box.json"
+    load_plugins(given.plugins)
+    file, command = RESULTS / "black_box.json", " ".join(["python", *sys.argv])
     stores = json.loads(file.read_text())["stores"] if file.exists() else {}  # of other commands
     for text in given.stores:
         name, _, rest = text.partition("=")
-        model, folder, split = rest.split(":")
-        stores[name] = measure(model, folder, split, given.annotations, given.limit) | {"command": command}
+        stores[name] = measure(*rest.split(":"), given.annotations, given.limit) | {"command": command}
     for text in given.readers:
         name, _, rest = text.partition("=")
         stores[name] = read_by_another(*rest.split(":"), given.limit) | {"command": command}

@@ -8,9 +8,9 @@
 import argparse
 import json
 import re
-import tempfile
-from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import matplotlib as mpl
 import matplotlib.pyplot as plt
@@ -23,59 +23,44 @@ BLUE, ORANGE = "#3465a4", "#c4570e"
 
 
 def ask(question: Question) -> None:
-    """Ask a question and send the label."""
     turn = {"role": "user", "content": question.messages[-1].content}
     found = json.loads(call("/v1/chat/completions", {"model": "bundled", "messages": [turn], "selfcal": STRATEGY}))
     right = found["selfcal"]["answer"] == question.reference
     call("/v1/feedback", {"request_id": found["id"], "correct": right})
 
 
-def read_metrics() -> dict[str, float]:
-    lines = [line.rpartition(" ") for line in call("/metrics").splitlines() if not line.startswith("#")]
-    return {name: float(value) for name, _, value in lines}
-
-
-def buckets(metrics: dict[str, float], name: str) -> tuple[list[str], list[float]]:
-    """Return the edges of a histogram's buckets and what is in each."""
+def buckets(metrics: dict[str, float], name: str, most: int) -> tuple[list[str], list[float]]:
+    """Return the edges of a histogram's first buckets and what is in each."""
     pattern = re.compile(rf'selfcal_{name}_bucket{{le="([0-9.]+)"}}')
-    found = [(match[1], value) for key, value in metrics.items() if (match := pattern.fullmatch(key))]
-    counts = [value - before for (_, value), before in zip(found, [0.0, *(v for _, v in found)], strict=False)]
-    return [edge.removesuffix(".0") for edge, _ in found], counts
+    found = {match[1]: value for key, value in metrics.items() if (match := pattern.fullmatch(key))}
+    counts = [value - before for value, before in zip(found.values(), [0.0, *found.values()], strict=False)]
+    return [edge.removesuffix(".0") for edge in found][:most], counts[:most]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--adapter")
     given = parser.parse_args()
-    questions = get_task("word_problems").load("test_id", limit=240)
-    adapter = () if given.adapter is None else ("--adapter", given.adapter)
-    history = []
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        serving(*BUNDLED, *adapter, "--feedback_dir", folder),
-        ThreadPoolExecutor(24) as clients,
-    ):
+    questions, history = get_task("word_problems").load("test_id", limit=240), []
+    with TemporaryDirectory() as folder, serving(*BUNDLED, "--feedback_dir", folder), ThreadPool(24) as clients:
         for start in range(0, len(questions), 24):
-            list(clients.map(ask, questions[start : start + 24]))
-            history.append(read_metrics())
+            clients.map(ask, questions[start : start + 24])
+            lines = [line.rpartition(" ") for line in call("/metrics").splitlines() if not line.startswith("#")]
+            history.append({name: float(value) for name, _, value in lines})
     mpl.rcParams.update({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
     figure, axes = plt.subplots(1, 3, figsize=(9.5, 2.8), layout="constrained")
-    for axis, name, title in ((axes[0], "confidence", "stated confidence"), (axes[1], "samples_per_answer", "samples")):
-        edges, counts = buckets(history[-1], name)
-        edges, counts = edges[: 4 if name != "confidence" else 10], counts[: 4 if name != "confidence" else 10]
+    shown = ("confidence", "stated confidence", 10), ("samples_per_answer", "samples", 4)
+    for axis, (name, title, most) in zip(axes, shown, strict=False):
+        edges, counts = buckets(history[-1], name, most)
         axis.bar(range(len(edges)), counts, color=BLUE)
         axis.set_xticks(range(len(edges)), edges)
-        axis.set_xlabel(f"{title} of an answer, up to")
-        axis.set_ylabel("answers")
+        axis.set(xlabel=f"{title} of an answer, up to", ylabel="answers")
     labels = [row["selfcal_feedback_labels"] for row in history]
     for name, text, colour, up in (("ece", "ECE", BLUE, -9), ("brier", "Brier score", ORANGE, 5)):
         values = [row[f"selfcal_feedback_{name}"] for row in history]
         axes[2].plot(labels, values, color=colour)
         axes[2].annotate(text, (labels[-1], values[-1]), xytext=(4, up), textcoords="offset points", color=colour)
-    axes[2].set_xlabel("labels that came in")
-    axes[2].set_ylim(0, None)
-    axes[2].set_xlim(0, labels[-1] * 1.35)
+    axes[2].set(xlabel="labels that came in", ylim=(0, None), xlim=(0, labels[-1] * 1.35))
     figure.savefig(given.output, dpi=130)
 
 

@@ -15,6 +15,7 @@ import os
 import platform
 import random
 import re
+import socket
 import subprocess
 import sys
 import time
@@ -39,7 +40,9 @@ from selfcal_lightning.inference.sources import Draws, EngineSource
 from selfcal_lightning.models.chat_format import DEFAULT_QUERY
 from selfcal_lightning.records import Question, SamplingSettings
 
-PORT, CLIENTS, SEED = 8765, 64, 11
+with socket.create_server(("127.0.0.1", 0)) as free:  # where another run's server listens, that one would be measured
+    PORT = free.getsockname()[1]
+CLIENTS, SEED = 64, 11
 NOTE = "library, server and clients share the cores; serving_throughput.json takes turns with one thread each"
 BUNDLED = ("--model", "bundled", "--task", "word_problems")
 STRATEGY = {"strategy": "early_stopping", "threshold": 0.8, "max_samples": 4}

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import hypothesis
 import pytest
 from support.forking import forking_tests, may_fork
 from support.house import ROOT, FillStore, Script, Vectors
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Processes that tests start find `support` as the tests do.
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT / "tests"), os.environ.get("PYTHONPATH")]))
+hypothesis.settings.register_profile("without deadline", deadline=None)  # the machines of tests are shared
+hypothesis.settings.load_profile("without deadline")
 SHARED = ROOT.parent / "shared"
 BUNDLED = ROOT / "selfcal_lightning" / "assets" / "tiny_solver"
 

@@ -15,8 +15,8 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from support.command_lines import Refused, exit_status
-from support.number_pools import write_pool
 from support.ssc_pools import Pool
+from support.store_samples import write_pool
 
 from selfcal_lightning.cli import VERBS, function_of, run
 from selfcal_lightning.commands.lightning_cli import OneLineProgressBar, SelfCalibrationCLI, untrained_folders_removed

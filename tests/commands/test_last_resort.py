@@ -14,8 +14,8 @@ from unittest.mock import Mock
 import pytest
 import torch
 from support.command_lines import Refused
-from support.number_pools import write_pool
 from support.processes import run_python
+from support.store_samples import write_pool
 
 from selfcal_lightning.cli import run
 from selfcal_lightning.core import errors

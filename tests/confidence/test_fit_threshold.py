@@ -9,11 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from rich.console import Console
-from support.command_lines import Refused
-from support.number_pools import write_number_pool
-from support.options import nested
+from support.command_lines import Refused, nested
 from support.recorded_pools import NUM_SAMPLES, SAMPLING
-from support.store_samples import annotate
+from support.store_samples import annotate, write_number_pool
 
 from selfcal_lightning.cli import run
 from selfcal_lightning.commands.answer import run_answer

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from sklearn.linear_model import LogisticRegression
 from support.fakes import FakeChat, FakeEngine, FakeTask, fake_questions
-from support.number_pools import write_pool
+from support.store_samples import write_pool
 from support.strategy_pools import make_entry, with_samples
 
 from selfcal_lightning.commands.pools import run_export_pool

@@ -9,9 +9,9 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
-from support.number_pools import write_number_pool
 from support.recorded_pools import NUM_QUESTIONS, NUM_SAMPLES, confidences_of
 from support.reward_models import stand_in
+from support.store_samples import write_number_pool
 
 from selfcal_lightning.cli import run
 from selfcal_lightning.commands.fit_confidence import run_fit_threshold

@@ -9,10 +9,9 @@ from unittest.mock import Mock
 
 import pytest
 from support.command_lines import Refused
-from support.exported import snapshot
 from support.kill_worker import die_at
-from support.number_pools import write_pool
-from support.other_models import plain_copy
+from support.other_models import plain_copy, snapshot
+from support.store_samples import write_pool
 from support.training_runs import data_module, generation, module_of, trainer_with
 
 from selfcal_lightning.cli import run

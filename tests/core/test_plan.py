@@ -11,9 +11,8 @@ from unittest.mock import Mock
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from support.command_lines import Refused, exit_status
+from support.command_lines import Refused, exit_status, nested
 from support.module_batches import quiet_trainer
-from support.options import nested
 from support.ssc_pools import Pool
 from support.strategy_pools import make_entry
 from support.training_runs import data_module, generation, module_of, trainer_with

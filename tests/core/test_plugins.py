@@ -9,9 +9,8 @@ import pytest
 import yaml
 from support.command_lines import ON_CPU, Refused, given_to, instantiated
 from support.house import ROOT
-from support.number_pools import write_pool
 from support.processes import run_command, run_python
-from support.store_samples import write_lines
+from support.store_samples import write_lines, write_pool
 
 from selfcal_lightning.cli import run
 from selfcal_lightning.confidence.registry import ESTIMATORS, pool_dependent

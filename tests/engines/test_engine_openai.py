@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.command_lines import nested
 from support.engine_contract import EDT, EngineContract, Reference
 from support.openai_engines import EVENT, KEY, KEY_NAME, Connect, canned, connecting, over_server, requests_of
 from support.openai_models import RealModel
 from support.openai_server import Exchange, FakeServer, Fault, hangs_up, is_silent, says, status
-from support.options import nested
 from support.other_models import plain_copy
 from support.processes import wait_until
 from support.vllm_server import vllm_serving

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.options import nested
+from support.command_lines import nested
 from support.processes import run_forked
 from support.recorded_pools import SAMPLING, sample_store
 from support.reward_models import stand_in

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
+from support.command_lines import nested
 from support.fakes import fake_questions
-from support.options import nested
 from support.processes import run_forked
 from support.store_samples import make_store, write
 from support.training_runs import data_module, module_of, trainer_with

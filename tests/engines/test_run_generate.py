@@ -9,8 +9,8 @@ from unittest.mock import Mock
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.command_lines import nested
 from support.fakes import fake_questions
-from support.options import nested
 from support.other_models import plain_copy
 from support.processes import is_running, wait_until
 from support.store_samples import stored_groups
@@ -153,7 +153,7 @@ def test_devices_and_shards_give_the_samples_of_one_process(arguments: dict, tmp
 def test_workers_end_with_their_parent_and_the_run_goes_on(arguments: dict, tmp_path: Path) -> None:
     """The parent of two workers is killed; nothing is left running, and the same command ends the run."""
     arguments |= {"limit": 400, "max_batch": 2, "questions_per_shard": 1}  # slow, so that the kill comes in the middle
-    code = "import json, sys; from support.options import nested;"
+    code = "import json, sys; from support.command_lines import nested;"
     code += "from selfcal_lightning.commands.generate import run_generate;"
     code += "run_generate(**nested(**json.loads(sys.argv[1])), devices=2)"
     parent = subprocess.Popen([sys.executable, "-c", code, json.dumps(arguments)])

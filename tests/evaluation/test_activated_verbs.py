@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import yaml
-from support.exported import activated, shaken
+from support.command_lines import nested
 from support.module_batches import NO_DROPOUT
-from support.options import nested
+from support.other_models import activated, shaken
 from support.training_runs import data_module, generation, trainer_with
 
 from selfcal_lightning.callbacks.confidence_writer import ConfidenceWriter

@@ -3,9 +3,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from support.number_pools import write_number_pool
-from support.options import nested
-from support.store_samples import write_lines
+from support.command_lines import nested
+from support.store_samples import write_lines, write_number_pool
 from support.strategy_pools import make_entry
 
 from selfcal_lightning.commands.evaluate import run_evaluate

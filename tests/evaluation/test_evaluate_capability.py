@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.capability_pools import capability_store
-from support.number_pools import write_number_pool
+from support.store_samples import write_number_pool
 
 from selfcal_lightning.capability import evaluation
 from selfcal_lightning.capability.budgets import compare_budgets, compare_mixing, pass_at_k_curves

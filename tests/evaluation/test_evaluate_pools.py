@@ -3,8 +3,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support.number_pools import write_number_pool
-from support.store_samples import write_lines
+from support.store_samples import write_lines, write_number_pool
 
 from selfcal_lightning.commands.evaluate import run_evaluate
 from selfcal_lightning.confidence.features import feature_value

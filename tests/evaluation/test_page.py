@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.number_pools import write_number_pool
-from support.store_samples import make_store
+from support.store_samples import make_store, write_number_pool
 
 from selfcal_lightning.commands.evaluate import run_evaluate
 from selfcal_lightning.commands.generate import run_generate

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from rich.console import Console
-from support.number_pools import write_number_pool
+from support.store_samples import write_number_pool
 from support.strategy_pools import make_entry, random_pool, with_samples
 
 from selfcal_lightning.confidence.fusion import WeighedPool, fit_confidences, weigh_pool

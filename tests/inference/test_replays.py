@@ -10,7 +10,7 @@ import pytest
 from support.driver_fakes import CHAT, HalfSure, Wandering, live, outcome, recorded
 from support.fakes import FakeEngine, fake_questions
 from support.house import ROOT
-from support.number_pools import write_number_pool
+from support.store_samples import write_number_pool
 from support.strategy_pools import make_entry, random_pool
 
 from selfcal_lightning.confidence.base import scored_pool

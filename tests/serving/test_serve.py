@@ -10,8 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from support.activated_reference import write_adapter
-from support.other_models import change_json
+from support.other_models import change_json, write_adapter
 from support.processes import run_python, wait_for
 from support.serving import QUESTION, Reply, Server
 

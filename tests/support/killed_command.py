@@ -1,7 +1,4 @@
-"""A command of `selfcal` as a process that kills itself: argv[1] is the number of the write step, the rest the command.
-
-Write steps are calls of `os.fsync` and of `os.replace`, whichever thread makes them.
-"""
+"""`selfcal` as a process that kills itself at the write step argv[1], a call of `os.fsync` or `os.replace`."""
 
 import sys
 

@@ -1,8 +1,17 @@
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import torch
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
+from support.module_batches import NO_DROPOUT, quiet_trainer
+from transformers import AutoModelForCausalLM
+
+from selfcal_lightning.models.lora import LoraSettings
+from selfcal_lightning.training.self_calibration import SelfCalibrationModule
 
 
 def plain_copy(model: str, folder: Path) -> str:
@@ -41,3 +50,48 @@ def _layer(name: str) -> int:
     """Return the layer that a weight belongs to, -1 where to none."""
     found = re.search(r"\.layers\.(\d+)\.", name)
     return -1 if found is None else int(found[1])
+
+
+def write_adapter(tiny_model: str, folder: Path, query_ids: tuple[int, ...], **changes: Any) -> str:
+    """Write an adapter as PEFT does, that is woken by ``query_ids``."""
+    torch.manual_seed(0)
+    settings = {"r": 4, "lora_alpha": 64, "target_modules": ["q_proj", "v_proj", "down_proj"], **changes}
+    settings |= {"task_type": "CAUSAL_LM", "init_lora_weights": False, "alora_invocation_tokens": list(query_ids)}
+    config = LoraConfig(**settings)
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32), config)
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+def shaken(tiny_model: str, **settings: Any) -> SelfCalibrationModule:
+    """A module as if it had been trained: the adapter, or all weights, moved at random."""
+    arguments = {"lora": LoraSettings(r=4, activated=False), "torch_dtype": "float32", **settings}
+    module = SelfCalibrationModule(tiny_model, **arguments)
+    module.configure_model()
+    generator = torch.Generator().manual_seed(1)
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            parameter.data += torch.randn(parameter.shape, generator=generator) * 0.02
+    module.eval()
+    return module
+
+
+def activated(tiny_model: str, std: float) -> SelfCalibrationModule:
+    """A module whose activated adapter says something else than the base model."""
+    module = shaken(tiny_model, lora=replace(NO_DROPOUT, activated=True))
+    generator = torch.Generator().manual_seed(2)
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            parameter.data.normal_(std=std, generator=generator)
+    return module
+
+
+def checkpoint(module: SelfCalibrationModule, path: Path) -> str:
+    trainer = quiet_trainer()
+    trainer.strategy.connect(module)
+    trainer.save_checkpoint(path, weights_only=True)
+    return str(path)
+
+
+def snapshot(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}

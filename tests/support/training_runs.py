@@ -3,8 +3,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from lightning.pytorch import Callback, Trainer
+from support.command_lines import nested
 from support.module_batches import quiet_trainer
-from support.options import nested
 
 from selfcal_lightning.callbacks.generation import SSCGeneration
 from selfcal_lightning.datamodules.questions import QuestionSource

@@ -9,9 +9,8 @@ from unittest.mock import Mock
 import pytest
 import torch
 from peft import AutoPeftModelForCausalLM
-from support.exported import activated, checkpoint, shaken, snapshot
 from support.module_batches import MIXED, batch_of
-from support.other_models import changed_copy, plain_copy
+from support.other_models import activated, changed_copy, checkpoint, plain_copy, shaken, snapshot
 from support.peft_alora import reference_p_true
 from support.processes import files_of_at_most
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig

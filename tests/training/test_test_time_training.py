@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Callback
+from support.command_lines import nested
 from support.module_batches import configured, largest_difference, quiet_trainer, trained_state
-from support.options import nested
 from support.processes import run_processes
 from support.ssc_pools import TRAIN, MakeSamples, Pool, random_samples
 from support.training_runs import SaveAt, trainer_with

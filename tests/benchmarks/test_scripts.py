@@ -1,11 +1,14 @@
 """The scripts behind benchmarks/results go through at small sizes, and count as a hand does."""
 
+import importlib
 import json
 import os
 import shlex
+import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,18 +33,18 @@ ABSENT = ("datasets", "jsonargparse", "bitsandbytes", "vllm", "math_verify", "ai
             lambda found: len({row["values"]["Brier"]["value"] for row in found["tables"]["calibration"].values()}) > 8,
         ),
         (
-            "$PYTHON training/training_throughput.py --quick --output $OUT",
+            "$PYTHON training/training_throughput.py --quick --results $OUT",
             "training_throughput.json",
-            lambda found: {cell["section"] for cell in found["cells"]} == {"kept", "preset", "samples", "length"},
+            lambda found: found["cells"][1]["ways"]["reference"]["slots"] == 1024 * 1.5,  # half of the rows, twice
         ),
         (
-            "$PYTHON serving/throughput.py --blocks 1 --block_size 4 --output $OUT/found.json",
+            "$PYTHON serving/load.py --blocks 1 --block_size 5 --output $OUT/found.json",
             "found.json",
-            lambda found: found["requests"] == found["same_tokens"] == 4,
+            lambda found: found["requests"] == found["same_tokens"] == 5,
         ),
         (
             "$PYTHON speed/engine_throughput.py --engines transformers --questions 4 --samples 8 --repeats 1"
-            " --reference-responses 4 --output $OUT",
+            " --reference_responses 4 --results $OUT",
             "engine_throughput.json",
             lambda found: {row["engine"]: row["responses"] for row in found["rows"]}["reference's loop"] == 4,
         ),
@@ -94,20 +97,20 @@ def test_the_report_of_capabilities(script: Script, tmp_path: Path, monkeypatch:
         run_fit_probe(str(store), str(tmp_path / name), target=target)
         run_score_questions(probe=str(tmp_path / name), store_dir=str(store), name=name)
     smaller = {"RESAMPLES": 30, "TESTS": ("test",), "FROM_PROMPTS": ("probe", "labelled")}
-    for name, value in (smaller | {"FROM_RESPONSES": ("agreeing_pairs", "top_share")}).items():
-        monkeypatch.setattr(measures, name, value)
-    found = measures.measure_seed(tmp_path) | measures.size_columns(tmp_path)
+    with monkeypatch.context() as patch:
+        for name, value in (smaller | {"FROM_RESPONSES": ("agreeing_pairs", "top_share")}).items():
+            patch.setattr(measures, name, value)
+        found = measures.measure_seed(tmp_path) | measures.size_columns(tmp_path)
     columns = {key.replace("test/", f"{split}/", 1): found[key] for key in found for split in ("id", "ood")}
-    checks = {row.what: row for row in measures.targets(columns, seconds=(0.001, 0.01))}
-    assert checks["processor time of the probe over that of one response"].found.value == pytest.approx(0.1)
-    assert checks["MSE of the label-free probe, in domain"].holds
+    checks = {row["what"]: row for row in measures.targets(columns, seconds=(0.001, 0.01))}
+    assert checks["processor time of the probe over that of one response"]["found"][0] == pytest.approx(0.1)
+    assert checks["MSE of the label-free probe, in domain"]["holds"]
     report: dict = {
-        "command": "the command", "seeds": [0], "taught_seeds": [], "awake_seeds": [], "processor_minutes": 1.0,
+        "command": "the command", "seeds": [0], "processor_minutes": 1.0,
         "sizes": {"train": 40, "train_samples": 8, "samples": 8, "id": 24, "ood": 24, "calibration": 24},
+        "checks": list(checks.values()), "measured": {key: measures.as_json(one) for key, one in columns.items()},
     }  # fmt: skip
-    report["checks"] = [{**vars(row), "found": made.triple(row.found, digits=made.DIGITS)} for row in checks.values()]
-    report["measured"] = {key: made._plain(column) for key, column in columns.items()}
-    made.STUDY.publish(made.Options(results=tmp_path), report)
+    made.STUDY.publish(measures.Options(results=tmp_path), report)
     assert "Command: `the command`" in (tmp_path / "report_capability.md").read_text()
     assert (tmp_path / "report_capability.png").read_bytes().startswith(b"\x89PNG")
 
@@ -118,16 +121,33 @@ def test_the_published_command_can_be_run(script: Script, monkeypatch: pytest.Mo
     assert script("report_capability").STUDY.parse().command == command
 
 
-def test_the_report_on_a_real_model_says_how_long_it_takes_and_what_it_lacks(
-    script: Script, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_report_on_a_real_model_says_how_long_it_takes(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
     report = script("report_real")
     monkeypatch.setattr(sys, "argv", ["report_real.py", "--demo"])
     assert "country_facts: sample 1,640 responses, train 1 adapter(s) on 800" in report.account(report.STUDY.parse())
-    monkeypatch.setattr(sys, "argv", ["report_real.py", "--models", "gemma3", "--tasks", "arithmetic"])
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "message"),
+    [
+        ("report_real", "--models gemma3 --tasks arithmetic", "--tasks arithmetic: no model of --models has them"),
+        ("probe_states", "--models gemma3 --tasks arithmetic", "--tasks arithmetic: no model of --models has them"),
+        ("report_capability", "--num_samples 6", "--num_samples must be at least 7, got 6."),
+    ],
+)
+def test_what_cannot_be_reported_is_refused_before_any_job(
+    name: str, given: str, message: str, script: Script, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr(sys, "argv", [name, *given.split()])
     with pytest.raises(SystemExit):
-        report.STUDY.parse()
-    assert "--tasks arithmetic: no model of --models has them, but gemma3: country_facts" in capsys.readouterr().err
+        script(name).STUDY.parse()
+    assert message in capsys.readouterr().err
+
+
+def test_the_server_of_another_run_is_not_measured(script: Script) -> None:
+    load = script("load")
+    with socket.create_server(("127.0.0.1", taken := load.PORT)):
+        assert taken != importlib.reload(load).PORT
 
 
 def test_the_first_report_of_a_gpu_names_it(script: Script, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -162,8 +182,8 @@ def test_a_report_of_other_settings_is_refused_in_the_same_folder(
 
 def test_the_ways_of_training_give_the_same_losses_and_gradients(script: Script) -> None:
     throughput = script("training_throughput")
-    errors = throughput.Bench(measured={}).check("tiny", rows=4)
-    assert errors.keys() == throughput.WAYS.keys()
+    errors = throughput.Bench("tiny").check()
+    assert errors.keys() == {*throughput.WAYS, "activated"}
     assert max(errors.values()) < 1e-5
 
 

@@ -3,6 +3,7 @@ import json
 import math
 import signal
 import socket
+import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator

@@ -36,7 +36,7 @@ from _report_confidences import (
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from shared.estimates import Measured, difference, mean_over_seeds, summary
-from shared.study import TESTS, Study, write_configuration
+from shared.study import TESTS, Study
 from shared.tables import Criterion, criteria_table, exactly, held, section, show, table, triple
 from shared.timing import measured_once
 
@@ -63,7 +63,6 @@ SIZES = {
 def complete(parser: argparse.ArgumentParser, plan: Plan) -> None:
     if plan.num_samples < max(SIZES_OF_VOTES):
         parser.error(f"--num_samples must be at least {max(SIZES_OF_VOTES)}, got {plan.num_samples}.")
-    write_configuration(plan.output / "sizes.yaml", plan.sizes("num_samples") | plan.parts)
 
 
 def run_jobs(plan: Plan) -> None:

@@ -122,7 +122,6 @@ def assemble(options: Options) -> dict[str, Any]:
 
 
 def arm_values(options: Options, first: str, arms: Mapping[str, Any], difference: str) -> dict[str, dict[str, Any]]:
-    write_configuration(options.output / "sizes.yaml", options.sizes("test", "num_samples"))
     columns = {arm: np.stack([test_values(options, arm, seed) for seed in options.seeds]) for arm in (BASE, *arms)}
 
     def estimates(values: np.ndarray) -> dict[str, Any]:

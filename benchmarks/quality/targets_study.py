@@ -220,6 +220,7 @@ def complete(parser: argparse.ArgumentParser, options: Options) -> None:
 
 
 def run_jobs(options: Options) -> None:
+    write_configuration(options.output / "splits.yaml", options.splits)
     for job in (sample, train):
         for seed in options.seeds:
             job(options, seed)

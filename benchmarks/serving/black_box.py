@@ -13,6 +13,7 @@ import json
 import statistics
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -80,8 +81,11 @@ def row(name: str, pool: Pool, scores: Scores, responses: int, requests: int, to
              "missing": round(1 - float(known.mean()), 4), "auroc": [None] * 3, "brier": [None] * 3}  # fmt: skip
     if len(set(correct)) == 2:
         model, folds = LogisticRegression(C=1e6), PredefinedSplit(cluster % FOLDS)
-        scaled = cross_val_predict(model, values[:, None], correct, cv=folds, method="predict_proba")[:, 1]
-        for key, column, metric in (("auroc", values, AUROC), ("brier", scaled, BRIER)):
+        measured = {"auroc": (values, AUROC)}
+        with suppress(ValueError):  # the other folds may all be right
+            scaled = cross_val_predict(model, values[:, None], correct, cv=folds, method="predict_proba")[:, 1]
+            measured["brier"] = scaled, BRIER
+        for key, (column, metric) in measured.items():
             found[key] = triple(bootstrap_interval(column, correct, cluster, metrics=[metric])[metric])
     return found
 

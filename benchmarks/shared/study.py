@@ -87,6 +87,10 @@ class Study:
 
     def main(self) -> int:
         options = self.parse()
+        made_with = options.sizes(*(name for name in self.sizes if name not in ("seeds", "workers", "threads")))
+        file = options.output / "sizes.yaml" if self.jobs and made_with else None
+        if file and (file.exists() or not options.only_collect):  # sizes stand above figures of these alone
+            write_configuration(file, made_with)
         if self.jobs and not options.only_collect:
             self.jobs(options)
         report = self.tables(options) | {"command": options.command}

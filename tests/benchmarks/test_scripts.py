@@ -7,15 +7,17 @@ import shlex
 import socket
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from support.capability_pools import capability_store, give_states
 from support.house import ROOT, Script
 from support.processes import run_command, run_python
-from support.selection_stores import sums_store
+from support.store_samples import sums_store
 
 from selfcal_lightning.commands.capability import run_fit_probe, run_score_questions
 
@@ -172,12 +174,12 @@ def test_a_report_of_other_settings_is_refused_in_the_same_folder(
     plan.training = 50
     with pytest.raises(SystemExit, match=r"config\.yaml says .* other settings"):
         confidences.calibrate(plan, 0, "activated")
-    given = ["report.py", "--output", str(tmp_path), "--id"]
-    monkeypatch.setattr(sys, "argv", [*given, "20"])
-    script("report").STUDY.parse()
-    monkeypatch.setattr(sys, "argv", [*given, "10"])
-    with pytest.raises(SystemExit, match=r"sizes\.yaml says"):
-        script("report").STUDY.parse()
+    study = replace(script("report").STUDY, jobs=Mock(), tables=Mock(side_effect=InterruptedError))
+    for size, end in (("20", InterruptedError), ("10", SystemExit), ("20", InterruptedError)):
+        monkeypatch.setattr(sys, "argv", ["report.py", "--output", str(tmp_path), "--id", size])
+        with pytest.raises(end):
+            study.main()
+    assert study.jobs.call_count == 2
 
 
 def test_the_ways_of_training_give_the_same_losses_and_gradients(script: Script) -> None:

@@ -1,5 +1,3 @@
-"""Rows for trainers: the columns that their released versions read, and a reward file that agrees with the tasks."""
-
 import json
 import runpy
 import sys
@@ -11,7 +9,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 from support.house import ROOT
-from support.selection_stores import select, sums_store
+from support.store_samples import select, sums_store
 
 from selfcal_lightning.adaptation import reward_file, rl_export
 from selfcal_lightning.adaptation.reward_file import reward_source

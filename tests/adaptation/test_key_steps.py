@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from support.fakes import FakeChat, ReplyingEngine
-from support.selection_stores import select, sums_store
+from support.store_samples import select, sums_store
 
 from selfcal_lightning.adaptation import key_steps
 from selfcal_lightning.adaptation.selection_files import STEPS_FILE, Example, Selection, examples, read_selection

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.selection_stores import NUM_QUESTIONS, NUM_SAMPLES, select, sums_entry, sums_store
-from support.store_samples import annotate
+from support.store_samples import NUM_QUESTIONS, NUM_SAMPLES, annotate, select, sums_entry, sums_store
 from support.strategy_pools import random_pool, with_samples
 
 from selfcal_lightning.adaptation.picking import SelectionSettings, fit_votes, label_of, select_rows

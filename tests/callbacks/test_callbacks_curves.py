@@ -9,9 +9,8 @@ import pytest
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 from support.capability_pools import capability_store, give_states
-from support.parallel_runs import Record
 from support.processes import run_command
-from support.training_runs import data_module, generation, module_of, trainer_with
+from support.training_runs import Record, data_module, generation, module_of, trainer_with
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from selfcal_lightning.callbacks.calibration_curve import CalibrationCurve, CapabilityCurve

@@ -243,6 +243,15 @@ def test_both_splits_are_sampled_once(
     assert f"samples of all 11 questions are reused from {store}" in capsys.readouterr().err
 
 
+@pytest.mark.slow
+def test_two_processes_sample_what_one_does(store: Path, bundled_model: str, tmp_path: Path) -> None:
+    trainer = trainer_with(generation(), devices=2, strategy="ddp_fork")
+    trainer.fit(module_of(bundled_model), datamodule=data_module(bundled_model, tmp_path / "store"))
+    drawn, by_one = texts(tmp_path / "store", 0), texts(store, 0)
+    assert drawn.keys() == by_one.keys()
+    assert all([text for text, _ in drawn[name]] == [text for text, _ in by_one[name]] for name in by_one)
+
+
 def test_what_cannot_be_sampled_is_refused(bundled_model: str, store: Path) -> None:
     for changed in ({"temperature": 0.5}, {"seed": 7}):
         data = data_module(bundled_model, store)

@@ -13,8 +13,8 @@ import yaml
 from safetensors.torch import load_file
 from support.module_batches import quiet_trainer
 from support.processes import wait_until
-from support.selection_stores import select, sums_entry, sums_store
 from support.ssc_pools import Pool
+from support.store_samples import select, sums_entry, sums_store
 
 from selfcal_lightning.adaptation.evaluation import cost_in_samples, round_labels
 from selfcal_lightning.adaptation.runs import Adaptation, QuestionSlice, check_learnt, fit_settings

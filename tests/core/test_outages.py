@@ -5,8 +5,7 @@ from unittest.mock import Mock
 
 import pytest
 from support.fakes import FakeEngine, ReplyingEngine
-from support.openai_engines import canned
-from support.openai_server import Exchange, FakeServer, status
+from support.openai_server import Exchange, FakeServer, canned, status
 from support.training_runs import data_module, generation, module_of, trainer_with
 
 from selfcal_lightning.callbacks.generation import SSCGeneration

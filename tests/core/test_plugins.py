@@ -125,6 +125,7 @@ def test_a_file_with_any_name_or_a_module_of_the_current_folder(name: str, here:
         ("no_such_module_of_mine", None, "there is none called 'no_such_module_of_mine'"),
         ("p.py", "import no_such_library", "needs the module 'no_such_library', which is not installed"),
         ("p.py", "x = 1\nraise KeyError('k')", "p.py, line 2, raised KeyError: 'k'"),
+        ("p.py", "raise SystemExit(0)", "p.py, line 1, raised SystemExit: 0"),
         ("p.py", "def (:", "p.py, line 1, cannot be read"),
         ("p.py", TASK.replace("my_numbers", "gsm8k"), "'gsm8k' is registered already"),
         ("p.py", STRATEGY.replace("frozen=True", "frozen=False"), "to be a frozen dataclass"),

@@ -126,8 +126,11 @@ def test_rounds_have_fingerprints_of_their_own(tmp_path: Path) -> None:
 def test_a_writer_takes_whole_questions_only(tmp_path: Path) -> None:
     store, (question,) = make_store(tmp_path), fake_questions(1)
     group = make_group(question)
+    later = tuple(replace(sample, round=1) for sample in group.samples)
+    assert "plan" not in FINGERPRINT.as_json(), "as in stores of before there were plans"
+    wrong = {"Expected 4 samples": group.samples[:3], "samples 0, 1, 2": group.samples[::-1], "and round 0": later}
     with store.writer("a") as writer:
-        for samples, message in ((group.samples[:3], "Expected 4 samples"), (group.samples[::-1], "samples 0, 1, 2")):
+        for message, samples in wrong.items():
             with pytest.raises(ValueError, match=message):
                 writer.append(replace(group, samples=samples))
     assert store.question_ids(include_parts=True) == set()

@@ -230,6 +230,8 @@ def test_later_rounds_are_dropped(tmp_path: Path) -> None:
     assert len(SampleStore(tmp_path).stored_questions(round=1, include_parts=True)) == 3
     with store.writer("a", round=1), pytest.raises(RuntimeError, match="one writer"):
         store.drop_rounds(1)
+    with pytest.raises(ValueError, match="`first` must be at least 1"):
+        store.drop_rounds(0)
 
 
 # ---- its JSON files: damaged ones, and those of other formats

@@ -283,6 +283,13 @@ def test_a_run_resumed_in_a_later_round_goes_on_with_the_very_next_rows(
         assert rest == [entry for entry in unbroken if entry[0] >= stop], f"stopped after step {stop}"
 
 
+def test_a_loader_of_another_round_refuses_to_draw(pool: Pool, rounds_dir: str) -> None:
+    sampler = pool.data(rounds_dir, regenerate_every_n_epochs=2).train_dataloader().batch_sampler
+    for epoch, round in ((2, 1), (4, 2)):
+        with pytest.raises(RuntimeError, match=f"Epoch {epoch} is trained on round {round}"):
+            sampler.draw(epoch)
+
+
 def test_missing_rounds_are_named_and_loaders_built_anew(pool: Pool, rounds_dir: str) -> None:
     data = pool.data(pool.write("only_round_0"), regenerate_every_n_epochs=1)
     with pytest.raises(ValueError, match=r"samples of round 1 .*SSCGeneration"):

@@ -13,11 +13,9 @@ import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from support.engine_contract import EDT, QUESTIONS, Reference, masses
-from support.openai_engines import over_server
 from support.openai_models import RealModel
-from support.openai_server import ADAPTER, FakeServer
+from support.openai_server import ADAPTER, FakeServer, over_server, small_vllm, vllm_serving
 from support.other_models import change_json, plain_copy, write_adapter
-from support.vllm_server import small_vllm, vllm_serving
 from transformers import AutoModelForCausalLM
 
 from selfcal_lightning.engines.activated_probe import check_equals_module, try_adapter

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.vllm_server import small_vllm
+from support.openai_server import small_vllm
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from selfcal_lightning.data.store.shards import StoredRow

@@ -17,12 +17,27 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.command_lines import nested
 from support.engine_contract import EDT, EngineContract, Reference
-from support.openai_engines import EVENT, KEY, KEY_NAME, Connect, canned, connecting, over_server, requests_of
 from support.openai_models import RealModel
-from support.openai_server import Exchange, FakeServer, Fault, hangs_up, is_silent, says, status
+from support.openai_server import (
+    EVENT,
+    KEY,
+    KEY_NAME,
+    Connect,
+    Exchange,
+    FakeServer,
+    Fault,
+    canned,
+    connecting,
+    hangs_up,
+    is_silent,
+    over_server,
+    requests_of,
+    says,
+    status,
+    vllm_serving,
+)
 from support.other_models import plain_copy
 from support.processes import wait_until
-from support.vllm_server import vllm_serving
 
 from selfcal_lightning.commands.generate import run_generate
 from selfcal_lightning.data.store.sample_store import SampleStore

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 from support.engine_contract import EDT, GREEDY, QUESTIONS, EngineContract, Reference
+from support.openai_server import CONTEXT, small_vllm
 from support.processes import is_running, wait_until
-from support.vllm_server import CONTEXT, small_vllm
 from transformers import AutoModelForCausalLM
 
 from selfcal_lightning.engines.base import RequestsFailedError, generate

@@ -273,6 +273,9 @@ def test_a_store_of_other_counts_is_refused(plan: Path, tmp_path: Path) -> None:
     generate(tmp_path / "planned", plan)
     with pytest.raises(InputError, match=r"plan: '\w+' in the store, None asked for"):
         generate(tmp_path / "planned")
+    SamplePlan(dict.fromkeys(IDS, 1), {}).save(tmp_path / "other.json")
+    with pytest.raises(InputError, match=r"plan: '\w+' in the store, '\w+' asked for"):
+        generate(tmp_path / "planned", tmp_path / "other.json")
 
 
 def test_a_plan_of_other_questions_is_refused(plan: Path, tmp_path: Path) -> None:

@@ -8,8 +8,8 @@ import torch
 from peft import LoraConfig, get_peft_model
 from support import module_batches
 from support.house import FillStore
+from support.other_models import reference_loss, reference_p_true, reference_peft_model
 from support.packed_rows import FAMILIES, PROJECTIONS, collated, ignore_positions, shake, small_model, stored_rows
-from support.peft_alora import reference_loss, reference_p_true, reference_peft_model
 from support.processes import run_processes
 from support.training_runs import data_module, trainer_with
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM

@@ -1,5 +1,3 @@
-"""The clients that people use ask the server by their own means, from a virtual environment of their own."""
-
 import json
 import os
 import subprocess

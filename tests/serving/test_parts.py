@@ -18,8 +18,7 @@ import httpx
 import pytest
 from support.driver_fakes import live
 from support.fakes import FakeChat, FakeEngine, FakeTask, fake_questions
-from support.openai_engines import canned, connecting
-from support.openai_server import Exchange, FakeServer, is_silent
+from support.openai_server import Exchange, FakeServer, canned, connecting, is_silent
 from support.processes import files_of_at_most, free_port, run_python
 from support.strategy_pools import drive
 
@@ -634,6 +633,7 @@ def guaranteed() -> FittedThreshold:
         ({}, {}, True),
         ({}, {"max_error_rate": 0.1, "on_low": "abstain"}, True),
         ({"temperature": 0.3}, {}, False),
+        ({"temperature": 0}, {}, False),
         ({"max_tokens": 5}, {}, False),
         ({"stop": "\n"}, {}, False),
         ({}, {"max_samples": 1}, False),

@@ -1,5 +1,3 @@
-"""A server that shows nothing but text, healthy and not: what is known of it, and how each fault ends."""
-
 import json
 import threading
 import time

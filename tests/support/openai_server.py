@@ -7,17 +7,31 @@ Unknown fields, which vLLM ignores, are refused.
 
 import asyncio
 import json
+import os
+import signal
+import subprocess
+import sys
 import threading
+import urllib.request
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import Future
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from aiohttp import web
 from support.openai_models import CannedModel, RealModel
+from support.processes import free_port, wait_until
 from transformers import PreTrainedTokenizerBase
+
+from selfcal_lightning.engines.base import EDT_PROCESSOR
+from selfcal_lightning.engines.openai.engine import OpenAIEngine
+from selfcal_lightning.engines.vllm.engine import VLLMEngine
+from selfcal_lightning.models.chat_format import ChatFormat
+from selfcal_lightning.records import ConfidenceQuery, Message, Request, SamplingSettings
 
 _FIELDS = {
     "model", "prompt", "max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop_token_ids", "ignore_eos",
@@ -258,3 +272,92 @@ def is_silent(*, after: bytes = b"", hangs_up: bool = False) -> Fault:
 
 
 hangs_up = partial(is_silent, hangs_up=True)
+
+
+KEY_NAME = "SELFCAL_TEST_KEY"
+KEY = "sk-very-secret-0123456789"
+PLAIN = SamplingSettings(temperature=0.7, edt_scale=None, max_new_tokens=64)
+EVENT = b'data: {"choices":[{"logprobs":{"tokens":["token_id:5","token_id:6"],"token_logprobs":[-1,-2]},' + (
+    b'"finish_reason":null}]}\n\n'
+)
+Connect = Callable[..., OpenAIEngine]
+
+
+@contextmanager
+def connecting(server: FakeServer, model: str, chat: ChatFormat) -> Iterator[Connect]:
+    """Make engines over ``server``; they are closed at the end."""
+    engines: list[OpenAIEngine] = []
+
+    def make(**options: object) -> OpenAIEngine:
+        settings = {
+            "base_url": server.base_url, "chat": chat, "api_key_env": KEY_NAME, "first_wait": 0.002,
+            "longest_wait": 0.01, "max_retries": 3, "deadline": 20.0,
+        }  # fmt: skip
+        engines.append(OpenAIEngine(model, **{**settings, **options}))
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        engine.close()
+
+
+def over_server(base_url: str, model: str, **options: object) -> OpenAIEngine:
+    """Return an engine over a server that runs the bundled model in float32."""
+    settings = {
+        "base_url": base_url, "weights": model, "dtype": "float32", "max_context": 256, "server_edt": True,
+        "api_key_env": "SELFCAL_TEST_NO_KEY",
+    }  # fmt: skip
+    return OpenAIEngine(model, **{**settings, **options})
+
+
+def canned(chat: ChatFormat) -> CannedModel:
+    return CannedModel([*chat.response_ids("The answer is 8."), min(chat.end_of_turn_ids)])
+
+
+def requests_of(chat: ChatFormat, count: int, query: ConfidenceQuery | None = None) -> list[Request]:
+    prompt = chat.prompt_ids([Message("user", "What is 5 + 3?")])
+    return [Request(str(j), prompt, PLAIN, seed=j, query=query) for j in range(count)]
+
+
+CONTEXT = 256
+START_SECONDS = 480.0
+
+
+def small_vllm(model: str, **options: Any) -> VLLMEngine:
+    settings = {"max_context": CONTEXT, "kv_cache_memory_bytes": 1 << 28, "max_batch": 128, "start_timeout": 300.0}
+    return VLLMEngine(model, **{**settings, **options})
+
+
+@contextmanager
+def vllm_serving(model: str, folder: Path, environment: Mapping[str, str], *words: str) -> Iterator[str]:
+    """Serve a model on CPU in float32, under the name "tiny", with our processor for EDT; give the base URL."""
+    port, log = free_port(), folder / "log"
+    options = {
+        "model": model, "served-model-name": "tiny", "host": "127.0.0.1", "port": str(port), "dtype": "float32",
+        "kv-cache-memory-bytes": str(1 << 28), "block-size": "32", "max-num-batched-tokens": "4096",
+        "logits-processors": EDT_PROCESSOR,
+    }  # fmt: skip
+    command = [sys.executable, "-m", "vllm.entrypoints.launchers.api_server.entry", "--enforce-eager"]
+    command += ["--no-enable-chunked-prefill"]
+    command += [word for name, value in options.items() for word in (f"--{name}", value)]
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [*command, *words], env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+
+    def is_ready() -> bool:
+        assert process.poll() is None, log.read_text(errors="replace")[-3000:]
+        with suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5.0):
+            return True
+        return False
+
+    try:
+        wait_until(is_ready, seconds=START_SECONDS)
+        yield f"http://127.0.0.1:{port}/v1"
+    finally:
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(timeout=120.0)
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)

@@ -23,8 +23,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from support.kill_worker import die_at
-from support.parallel_runs import strategy_of
-from support.training_runs import data_module, generation, module_of, trainer_with
+from support.training_runs import data_module, generation, module_of, strategy_of, trainer_with
 
 from selfcal_lightning.callbacks.adapter_export import AdapterExport
 from selfcal_lightning.callbacks.preemption import PreemptionCheckpoint

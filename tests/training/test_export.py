@@ -10,8 +10,7 @@ import pytest
 import torch
 from peft import AutoPeftModelForCausalLM
 from support.module_batches import MIXED, batch_of
-from support.other_models import activated, changed_copy, checkpoint, plain_copy, shaken, snapshot
-from support.peft_alora import reference_p_true
+from support.other_models import activated, changed_copy, checkpoint, plain_copy, reference_p_true, shaken, snapshot
 from support.processes import files_of_at_most
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 
@@ -240,6 +239,7 @@ def test_a_folder_is_replaced_in_one_step_and_what_a_kill_left_behind_is_cleared
     for before, content in ((None, "first"), ("first", "second")):
         with pytest.raises(FileNotFoundError), replacing(folder) as fresh:
             (fresh / "absent" / "half").write_text("written")
+        assert before or (tmp_path / ".adapter.old" / "weights").is_file(), "the only copy of an export"
         with replacing(folder) as fresh:
             assert not list(fresh.iterdir())
             (fresh / "weights").write_text(content)

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 from support.module_batches import MIXED, NO_DROPOUT, Planned, batch_of, configured, module_of, quiet_trainer
-from support.parallel_runs import Record, strategy_of
 from support.processes import run_processes
+from support.training_runs import Record, strategy_of
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.data import DataLoader
 

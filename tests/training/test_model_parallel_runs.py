@@ -12,9 +12,9 @@ import yaml
 from lightning.pytorch.callbacks import ModelCheckpoint
 from safetensors.torch import load_file
 from support.module_batches import largest_difference, module_of, quiet_trainer
-from support.parallel_runs import Record, strategy_of
 from support.processes import run_processes
 from support.ssc_pools import Pool
+from support.training_runs import Record, strategy_of
 
 from selfcal_lightning.callbacks.adapter_export import AdapterExport
 from selfcal_lightning.callbacks.calibration_curve import CalibrationCurve

@@ -9,9 +9,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from peft import AutoPeftModelForCausalLM, PeftModel
 from safetensors.torch import load_file
 from support import module_batches, training_runs
-from support.parallel_runs import Record
-from support.peft_alora import reference_p_true
+from support.other_models import reference_p_true
 from support.processes import run_processes
+from support.training_runs import Record
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 

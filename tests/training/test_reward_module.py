@@ -9,11 +9,10 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from safetensors.torch import load_file
 from support.other_models import plain_copy
-from support.parallel_runs import Record
 from support.probe_plugin import StopAt
 from support.reward_models import head_of, stand_in
 from support.ssc_pools import TRAIN, VALIDATION, Pool
-from support.training_runs import generation, trainer_with
+from support.training_runs import Record, generation, trainer_with
 from transformers import AutoModelForTokenClassification
 
 from selfcal_lightning.callbacks.adapter_export import AdapterExport

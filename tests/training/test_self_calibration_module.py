@@ -12,7 +12,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import SingleDeviceStrategy
-from support import module_batches, parallel_runs
+from support import module_batches, training_runs
 from support.module_batches import MIXED, NO_DROPOUT, Planned, batch_of, module_of, quiet_trainer, trained_state
 from support.other_models import plain_copy
 from support.ssc_pools import Pool
@@ -70,7 +70,7 @@ def test_loss_written_out_by_hand(tiny_model: str, chat: ChatFormat, settings: d
     totals = (7.0, 5.0)  # as if more rows of the step lay elsewhere
     batch = batch_of(rows, chat, totals=totals, padding=3)
     torch.testing.assert_close(module.confidence(batch).p_true.tolist(), confidences, atol=1e-5, rtol=0)
-    record = parallel_runs.Record()
+    record = training_runs.Record()
     quiet_trainer(callbacks=[record]).fit(module, DataLoader([batch], batch_size=None))
     assert record.losses == [pytest.approx(calibration / 7.0 + omega * generation / 5.0, abs=1e-5)]
 

@@ -462,12 +462,12 @@ def draw_nothing() -> list[Sample]:
 
 def test_an_engine_that_hangs_does_not_keep_the_process() -> None:
     code = """
-        import asyncio, contextlib, threading
+        import asyncio, contextlib, threading, types
         from selfcal_lightning.serving.desk import Desk
 
         async def ask():
-            desk = Desk(lambda **options: None, engine=object(), confidence="p_true")
-            desk._driver = type("Idle", (), {"is_idle": True, "work": lambda self: []})()
+            source = types.SimpleNamespace(in_flight=0, target=0, query_tokens=0)
+            desk = Desk(lambda **options: source, engine=object(), confidence="p_true")
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(desk.do(threading.Event().wait), 0.1)
 

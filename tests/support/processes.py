@@ -59,8 +59,8 @@ def run_python(code: str, **options: Any) -> str:
 _SERVER = multiprocessing.get_context("forkserver")
 _SERVER.set_forkserver_preload(
     [
-        "support.training_runs", "support.other_models", "selfcal_lightning.cli",
-        "selfcal_lightning.commands.lightning_cli", "selfcal_lightning.commands.generate",
+        "selfcal_lightning.callbacks.generation", "selfcal_lightning.training.self_calibration",
+        "selfcal_lightning.cli", "selfcal_lightning.commands.lightning_cli", "selfcal_lightning.commands.generate",
         "transformers.models.llama.modeling_llama",
     ]
 )  # fmt: skip
